@@ -1,0 +1,53 @@
+"""Vocabulary-parallel embedding, head, loss and token selection for language models.
+
+Every operation takes local tensors and a `VocabShard`, and equals `vocab_parallel.reference` on the gathered tensors.
+"""
+
+from vocab_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
+from vocab_parallel.errors import (
+    CheckpointLayoutError,
+    CollectiveError,
+    ConfigError,
+    LayoutError,
+    LayoutMismatchError,
+    NonFiniteError,
+    TargetRangeError,
+    TokenRangeError,
+    TyingError,
+    UngatheredWeightError,
+    VocabParallelError,
+)
+from vocab_parallel.head import VocabParallelLMHead
+from vocab_parallel.layout import VocabLayout
+from vocab_parallel.loss import cross_entropy, linear_cross_entropy
+from vocab_parallel.select import TopK, greedy, top_k
+from vocab_parallel.shard import Traffic, VocabShard
+from vocab_parallel.tying import tie_weights, verify_tied, vocab_parameters
+
+__all__ = [
+    "CheckpointLayoutError",
+    "CollectiveError",
+    "ConfigError",
+    "LayoutError",
+    "LayoutMismatchError",
+    "NonFiniteError",
+    "TargetRangeError",
+    "TokenRangeError",
+    "TopK",
+    "Traffic",
+    "TyingError",
+    "UngatheredWeightError",
+    "VocabLayout",
+    "VocabParallelEmbedding",
+    "VocabParallelError",
+    "VocabParallelLMHead",
+    "VocabShard",
+    "cross_entropy",
+    "greedy",
+    "linear_cross_entropy",
+    "tie_weights",
+    "top_k",
+    "verify_tied",
+    "vocab_parallel_embedding",
+    "vocab_parameters",
+]

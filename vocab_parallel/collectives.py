@@ -1,0 +1,170 @@
+"""The only caller of `torch.distributed` tensor collectives. Each is counted; each autograd one names its adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vocab_parallel.errors import CollectiveError
+from vocab_parallel.shard import VocabShard
+
+# Renamed in torch 2.13, where the old names warn.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+class Pending:
+    """A collective in flight. `wait` returns its result; a failure names the collective and this rank."""
+
+    def __init__(self, name: str, shard: VocabShard, result: Tensor, work: Any, keep: Tensor | None = None) -> None:
+        self._name, self._shard, self._result, self._work, self._keep = name, shard, result, work, keep
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise CollectiveError(
+                    f"{self._name} failed on rank {self._shard.rank} of the {self._shard.tp_size} ranks that share the "
+                    f"vocabulary: {error}. Likely another rank ended or made a different call; its log has the first "
+                    "error."
+                ) from error
+            self._work = self._keep = None
+        return self._result
+
+
+def _start(name: str, shard: VocabShard, sent: int, result: Tensor, keep: Tensor, issue: Callable[[], Any]) -> Pending:
+    shard.traffic.add(name, sent)
+    try:
+        return Pending(name, shard, result, issue(), keep)
+    except RuntimeError as error:
+        raise CollectiveError(f"{name} could not start on rank {shard.rank} of the group: {error}") from error
+
+
+def all_gather(shard: VocabShard, x: Tensor) -> Pending:
+    """Starts gathering equal-shaped `x` from all ranks: `[tp, *x.shape]` in rank order."""
+    if shard.tp_size == 1:
+        return Pending("all_gather", shard, x[None], None)
+    x = x.contiguous()
+    flat = x.new_empty(shard.tp_size * x.numel())
+    out = flat.view(shard.tp_size, *x.shape)
+    sent = x.nbytes * (shard.tp_size - 1)
+    return _start(
+        "all_gather", shard, sent, out, x,
+        lambda: getattr(dist, _ALL_GATHER)(flat, x.view(-1), group=shard.group, async_op=True),
+    )  # fmt: skip
+
+
+def all_reduce_(shard: VocabShard, x: Tensor) -> Pending:
+    """Starts summing contiguous `x` over the ranks, in place; the same bits on every rank."""
+    if shard.tp_size == 1:
+        return Pending("all_reduce", shard, x, None)
+    sent = 2 * x.nbytes * (shard.tp_size - 1) // shard.tp_size
+    return _start("all_reduce", shard, sent, x, x, lambda: dist.all_reduce(x, group=shard.group, async_op=True))
+
+
+def reduce_scatter(shard: VocabShard, x: Tensor) -> Pending:
+    """Starts summing `x` `[tp * n, ...]` over the ranks and keeping this rank's block: `[n, ...]`."""
+    if shard.tp_size == 1:
+        return Pending("reduce_scatter", shard, x, None)
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] // shard.tp_size, *x.shape[1:])
+    sent = x.nbytes * (shard.tp_size - 1) // shard.tp_size
+    return _start(
+        "reduce_scatter", shard, sent, out, x,
+        lambda: getattr(dist, _REDUCE_SCATTER)(out, x, group=shard.group, async_op=True),
+    )  # fmt: skip
+
+
+def gather_rows(shard: VocabShard, x: Tensor, rows: list[int]) -> Tensor:
+    """The ranks' `x` `[rows[rank], ...]` in rank order: `[sum(rows), ...]`. One all-gather of `max(rows)`."""
+    if shard.tp_size == 1:
+        return x
+    blocks = all_gather(shard, pad_rows(x, max(rows))).wait()
+    return torch.cat([blocks[rank, :count] for rank, count in enumerate(rows)])
+
+
+def scatter_rows(shard: VocabShard, x: Tensor, rows: list[int]) -> Tensor:
+    """Sums `x` `[sum(rows), ...]` over the ranks, keeps this rank's rows: `[rows[rank], ...]`. One reduce-scatter."""
+    if shard.tp_size == 1:
+        return x
+    blocks = torch.cat([pad_rows(block, max(rows)) for block in torch.split(x, rows)])
+    return reduce_scatter(shard, blocks).wait()[: rows[shard.rank]]
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """`x` with zero rows added up to `rows`."""
+    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
+def gather_vocab(shard: VocabShard, local: Tensor, dim: int = 0) -> Tensor:
+    """The whole table of `vocab_size` real rows along `dim`, on every rank, from each rank's `shard_size` rows.
+
+    Collectives:
+        One all-gather of `local`.
+    """
+    blocks = all_gather(shard, local.detach().movedim(dim, 0)).wait()
+    return blocks.flatten(0, 1)[: shard.vocab_size].movedim(0, dim)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """`function.apply`, which torch leaves untyped."""
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+class SumOverShards(torch.autograd.Function):
+    """Forward: all-reduce sum. Adjoint: identity, for a gradient that is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
+        return all_reduce_(shard, x.clone(memory_format=torch.contiguous_format)).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class CopyToShards(torch.autograd.Function):
+    """Forward: identity on what every rank holds. Adjoint: all-reduce sum of the ranks' partial gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
+        ctx.shard = shard
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_(ctx.shard, grads[0].clone(memory_format=torch.contiguous_format)).wait(), None
+
+
+class GatherRows(torch.autograd.Function):
+    """Forward: `gather_rows`. Adjoint: `scatter_rows` of the ranks' partial gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VocabShard, rows: list[int]) -> Tensor:
+        ctx.shard, ctx.rows = shard, rows
+        gathered = gather_rows(shard, x, rows)
+        return gathered.view_as(gathered) if gathered is x else gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return scatter_rows(ctx.shard, grads[0], ctx.rows), None, None
+
+
+class ScatterRows(torch.autograd.Function):
+    """Forward: `scatter_rows`. Adjoint: `gather_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VocabShard, rows: list[int]) -> Tensor:
+        ctx.shard, ctx.rows = shard, rows
+        scattered = scatter_rows(shard, x, rows)
+        return scattered.view_as(scattered) if scattered is x else scattered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return gather_rows(ctx.shard, grads[0], ctx.rows), None, None

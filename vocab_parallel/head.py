@@ -1,0 +1,110 @@
+"""The language-model head over a sharded vocabulary: local logits, or the fused loss that never holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vocab_parallel.agreement import Exchange, capture
+from vocab_parallel.arguments import check_head
+from vocab_parallel.collectives import CopyToShards, GatherRows, apply
+from vocab_parallel.embedding import init_rows_
+from vocab_parallel.loss import linear_cross_entropy
+from vocab_parallel.shard import VocabShard
+
+
+class VocabParallelLMHead(nn.Module):
+    """A linear layer onto the vocabulary, this rank's rows of it.
+
+    Attributes:
+        weight: `[shard_size, in_features]`.
+        bias: `[shard_size]` or None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        shard: VocabShard,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.shard = in_features, shard
+        self.weight = nn.Parameter(torch.empty(shard.shard_size, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shard.shard_size, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, *, seed: int = 0, std: float = 0.02) -> None:
+        """Normal rows, the same bits for a token id at any TP size; zero bias and padding rows."""
+        init_rows_(self.weight, self.shard, seed=seed, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor, rows: Tensor | slice | int | None = None) -> Tensor:
+        """`logits`."""
+        return self.logits(input, rows)
+
+    def logits(
+        self, input: Tensor, rows: Tensor | slice | int | None = None, *, sequence_parallel: bool = False
+    ) -> Tensor:
+        """This rank's logits `[..., shard_size]`, in the input's dtype; padding columns hold what their rows give.
+
+        Args:
+            input: `[..., D]`, the same on every rank; with `sequence_parallel` this rank's rows of the first dimension.
+            rows: Select rows of the (gathered) input's second-to-last dimension before the projection: an index,
+                slice or index tensor. Decoding needs the last position only: `rows=-1` saves the rest of the GEMM.
+
+        Collectives:
+            Forward: none (with `sequence_parallel` a 64-byte all-gather and one of the rows). Backward: one all-reduce
+            of dH (a reduce-scatter).
+
+        Raises:
+            LayoutMismatchError, UngatheredWeightError: On this rank; with `sequence_parallel` on every rank.
+        """
+        fault = capture(check_head, input, self.weight, self.bias, self.shard)
+        if sequence_parallel and self.shard.tp_size > 1:
+            input = self._gather(input, fault)
+        elif fault is not None:
+            raise fault
+        elif self.shard.tp_size > 1:
+            input = apply(CopyToShards, input, self.shard)
+        if rows is not None:
+            input = input[..., rows, :]
+        return F.linear(input, self.weight, self.bias)
+
+    def _gather(self, input: Tensor, fault: Exception | None) -> Tensor:
+        if fault is not None:
+            Exchange(self.shard, "header", "logits", fault=fault).wait()
+        call = f"logits(input [*, {', '.join(map(str, input.shape[1:]))}] {input.dtype})"
+        exchange = Exchange(self.shard, "header", call, rows=len(input), device=input.device)
+        exchange.wait()
+        return apply(GatherRows, input, self.shard, exchange.rows)
+
+    def loss(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        sequence_parallel: bool = False,
+        chunk_size: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """`linear_cross_entropy` with this head's weight and bias; `options` are its options."""
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            shard=self.shard,
+            linear_bias=self.bias,
+            sequence_parallel=sequence_parallel,
+            chunk_size=chunk_size,
+            **options,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.shard}, bias={self.bias is not None}"

@@ -1,0 +1,132 @@
+"""`VocabShard`: a layout bound to a process group and this rank. Every operation takes one; nothing is looked up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vocab_parallel.errors import LayoutMismatchError
+from vocab_parallel.layout import VocabLayout
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent: calls and bytes by collective, bytes as a ring algorithm sends them.
+
+    For `b` bytes a rank: all_gather sends `b (tp - 1)`, all_reduce `2 b (tp - 1) / tp`, reduce_scatter of a `b`-byte
+    input `b (tp - 1) / tp`.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, collective: str, sent: int) -> None:
+        self.calls[collective] += 1
+        self.bytes[collective] += sent
+
+    def reset(self) -> None:
+        self.calls.clear()
+        self.bytes.clear()
+
+    @property
+    def total_calls(self) -> int:
+        return self.calls.total()
+
+    @property
+    def total_bytes(self) -> int:
+        return self.bytes.total()
+
+
+class VocabShard:
+    """This rank's part of the vocabulary, and the group it shares the rest with.
+
+    Args:
+        layout: The layout, the same on every rank of the group.
+        group: The process group of `layout.tp_size` ranks. None is allowed only at `tp_size` 1, which needs no
+            `torch.distributed` and issues no collective.
+
+    Attributes:
+        rank: This rank within the group.
+        start, stop: Its real ids are `[start, stop)`.
+        num_valid: `stop - start`; 0 on a rank whose shard is all padding.
+        traffic: Counts of what its operations have sent.
+        capacity: Bytes of payload that the group has agreed on, by kind of exchange (see `collectives.Exchange`).
+
+    Collectives:
+        One, at construction: the ranks compare their layouts.
+
+    Raises:
+        LayoutMismatchError: On every rank, when the layouts differ or the group has another size.
+    """
+
+    def __init__(self, layout: VocabLayout, group: dist.ProcessGroup | None = None) -> None:
+        if group is None and layout.tp_size != 1:
+            raise LayoutMismatchError(
+                f"a layout over {layout.tp_size} ranks needs their process group: VocabShard(layout, group). "
+                "Without a group only tp_size 1 is possible."
+            )
+        self.layout = layout
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        if group is not None:
+            _compare_layouts(layout, group)
+        ids = layout.range(self.rank)
+        self.start, self.stop, self.num_valid = ids.start, ids.stop, len(ids)
+        self.traffic = Traffic()
+        self.capacity: dict[str, int] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self.layout.vocab_size
+
+    @property
+    def shard_size(self) -> int:
+        return self.layout.shard_size
+
+    @property
+    def tp_size(self) -> int:
+        return self.layout.tp_size
+
+    def slice(self, table: Tensor, dim: int = 0, fill: float = 0.0) -> Tensor:
+        """This rank's rows of a whole table of `vocab_size` entries along `dim`, padded to `shard_size` with `fill`."""
+        if table.shape[dim] != self.vocab_size:
+            raise LayoutMismatchError(
+                f"a whole table must have vocab_size {self.vocab_size} entries in dimension {dim}, "
+                f"got shape {list(table.shape)}"
+            )
+        shape = list(table.shape)
+        shape[dim] = self.shard_size
+        local = table.new_full(shape, fill)
+        local.narrow(dim, 0, self.num_valid).copy_(table.narrow(dim, self.start, self.num_valid))
+        return local
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
+        """A copied module stays on the same ranks: process groups cannot be copied, and need not be."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"VocabShard({self.layout}, rank={self.rank}, ids=[{self.start}, {self.stop}))"
+
+
+def _compare_layouts(layout: VocabLayout, group: dist.ProcessGroup) -> None:
+    mine = (layout.vocab_size, layout.padded_size, layout.tp_size)
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    if any(other != every[0] for other in every) or len(every) != layout.tp_size:
+        table = "; ".join(f"rank {r}: V={v} padded to {p} over tp_size {t}" for r, (v, p, t) in enumerate(every))
+        raise LayoutMismatchError(
+            f"the {len(every)} ranks of the group must hold one layout with tp_size {len(every)}, got {table}. "
+            "Build the layout from the same config on every rank, with tp_size equal to the group's size."
+        )
+
+
+def device_of(shard: VocabShard) -> torch.device:
+    """Where the group's collectives expect their buffers when no tensor argument says so."""
+    if shard.group is not None and dist.get_backend(shard.group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
