@@ -47,7 +47,8 @@ class LossOptions:
         """Row losses `[T]` to the reduced loss; the mean of no valid rows is 0."""
         if self.reduction == "none":
             return rows
-        return rows.sum() if self.reduction == "sum" else rows.sum() / count.clamp(min=1)
+        total = rows.sum(dtype=torch.float64)  # T float32 terms: their sum should not cost the loss a digit
+        return (total if self.reduction == "sum" else total / count.clamp(min=1)).to(rows.dtype)
 
 
 class Targets:

@@ -1,0 +1,163 @@
+"""Greedy and top-k over sharded logits: exactly the oracle's ids, ties and signed zeros included, on every rank."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.multirank.sharded import shard_of
+from tests.multirank.shared_world import Batch
+from tests.ranks import run_ranks, run_ranks_expecting_errors
+from vocab_parallel import greedy, reference, top_k
+
+TP = pytest.mark.parametrize("tp", [1, 2, 3, 4])
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def logits_of(kind, rows, vocab, dtype):
+    draw = torch.Generator().manual_seed(7)
+    if kind == "normal":
+        return torch.randn(rows, vocab, generator=draw, dtype=torch.float64).to(dtype)
+    if kind == "ties":  # three values only, and both zeros
+        return torch.tensor([-1.0, -0.0, 0.0], dtype=dtype)[torch.randint(0, 3, (rows, vocab), generator=draw)]
+    if kind == "negative":  # all negative: padding with zeros would win
+        return (-1000.0 - torch.rand(rows, vocab, generator=draw, dtype=torch.float64)).to(dtype)
+    if kind == "extreme":
+        limits = torch.finfo(dtype)
+        values = [limits.min, limits.max, limits.tiny, -limits.tiny, limits.smallest_normal / 2, 0.0, -0.0, -torch.inf]
+        mixed = torch.tensor(values, dtype=torch.float64).to(dtype)[torch.randint(0, 8, (rows, vocab), generator=draw)]
+        mixed[:, 0] = 1.0  # a finite logit in each row
+        return mixed
+    raise AssertionError(kind)
+
+
+def _select(rank, kind, vocab, multiple_of, dtype, padding):
+    shard = shard_of(vocab, multiple_of)
+    whole = logits_of(kind, 6, vocab, dtype)
+    mine = shard.slice(whole, -1, fill=padding)
+    before = mine.clone()
+    ids = greedy(mine, shard=shard)
+    results = {"greedy": ids}
+    for k in sorted({1, 2, max(1, vocab // 2), vocab}):
+        chosen = top_k(mine, k, shard=shard)
+        results[k] = (chosen.values, chosen.token_ids)
+    assert torch.equal(mine.nan_to_num(), before.nan_to_num()), "the logits were modified"
+    return results
+
+
+NAN = float("nan")
+KINDS = ["normal", "ties", "negative", "extreme"]
+LAYOUTS = [(9, 1), (13, 4), (2, 4)]
+PADDINGS = [1e30, float("inf"), NAN, 0.0]
+SELECTED = Batch(
+    _select,
+    [
+        *((kind, *layout, dtype, NAN) for kind, layout, dtype in product(KINDS, LAYOUTS, DTYPES)),
+        *(("negative", 5, 8, torch.float32, padding) for padding in PADDINGS),
+    ],
+)
+
+
+@TP
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("vocab", "multiple_of"), LAYOUTS)
+def test_ids_and_values_are_exactly_those_of_the_total_order(tp, dtype, kind, vocab, multiple_of):
+    whole = logits_of(kind, 6, vocab, dtype)
+    for rank, results in enumerate(SELECTED(tp, kind, vocab, multiple_of, dtype, NAN)):
+        where = f"rank {rank}"
+        assert torch.equal(results.pop("greedy"), reference.greedy(whole)), where
+        for k, (values, ids) in results.items():
+            expected_values, expected_ids = reference.top_k(whole, k)
+            assert ids.dtype == torch.int64 and values.dtype == dtype, f"{where}, k={k}"
+            assert torch.equal(ids, expected_ids), f"{where}, k={k}"
+            assert torch.equal(values, expected_values), f"{where}, k={k}"
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_padding_is_never_selected(padding):
+    whole = logits_of("negative", 6, 5, torch.float32)
+    for results in SELECTED(2, "negative", 5, 8, torch.float32, padding):
+        assert torch.equal(results.pop("greedy"), reference.greedy(whole))
+        for k, (_, ids) in results.items():
+            assert torch.equal(ids, reference.top_k(whole, k)[1])
+
+
+def _shapes(rank, leading):
+    shard = shard_of(9)
+    whole = torch.randn(*leading, 9, generator=torch.Generator().manual_seed(1))
+    mine = shard.slice(whole, -1)
+    chosen = top_k(mine, 5, shard=shard)
+    expected_values, expected_ids = reference.top_k(whole, 5)
+    assert torch.equal(greedy(mine, shard=shard), reference.greedy(whole))
+    assert torch.equal(chosen.token_ids, expected_ids)
+    assert torch.equal(chosen.values, expected_values)
+    strided = mine.transpose(0, -1).contiguous().transpose(0, -1) if leading else mine
+    assert torch.equal(greedy(strided, shard=shard), reference.greedy(whole)), "strided logits"
+
+
+SHAPES = Batch(_shapes, [((),), ((1,),), ((0,),), ((2, 3),), ((2, 0, 3),)])
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+@pytest.mark.parametrize("leading", [leading for (leading,) in SHAPES.cases])
+def test_any_leading_shape(tp, leading):
+    SHAPES(tp, leading)
+
+
+def _large(rank):
+    """A realistic vocabulary, many ties in bfloat16, more rows than the exchange first has room for."""
+    shard = shard_of(131_072)
+    whole = torch.randn(100, 131_072, generator=torch.Generator().manual_seed(2)).bfloat16()
+    mine = shard.slice(whole, -1)
+    chosen = top_k(mine, 50, shard=shard)
+    return greedy(mine, shard=shard), chosen.values, chosen.token_ids
+
+
+def test_ties_at_the_boundary_of_a_large_bfloat16_vocabulary():
+    whole = torch.randn(100, 131_072, generator=torch.Generator().manual_seed(2)).bfloat16()
+    values, ids = reference.top_k(whole, 51)
+    assert (values[:, 49] == values[:, 50]).any(), "the case must have ties at the boundary"
+    for greedy_ids, top_values, top_ids in run_ranks(_large, 2):
+        assert torch.equal(greedy_ids, ids[:, 0])
+        assert torch.equal(top_values, values[:, :50])
+        assert torch.equal(top_ids, ids[:, :50])
+
+
+def _bad_row(rank, operation, vocab, column, value):
+    shard = shard_of(vocab)
+    whole = torch.zeros(4, vocab)
+    whole[2, slice(None) if column is None else column] = value
+    mine = shard.slice(whole, -1, fill=0.0)
+    return greedy(mine, shard=shard) if operation == "greedy" else top_k(mine, 3, shard=shard).token_ids
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("operation", ["greedy", "top_k"])
+@pytest.mark.parametrize(("column", "value"), [(8, torch.nan), (0, torch.nan), (None, -torch.inf), (None, torch.nan)])
+def test_nan_or_no_finite_logit_is_the_same_error_on_every_rank(tp, operation, column, value):
+    errors = run_ranks_expecting_errors(_bad_row, tp, operation, 9, column, value)
+    assert {error.type for error in errors} == {"NonFiniteError"}
+    assert len(set(errors)) == 1
+    assert "row 2" in errors[0].message
+
+
+@pytest.mark.parametrize("operation", ["greedy", "top_k"])
+def test_some_minus_infinities_are_no_error(operation):
+    for ids in run_ranks(_bad_row, 2, operation, 9, slice(0, 5), -torch.inf):
+        first = ids[2] if operation == "greedy" else ids[2, 0]
+        assert first == 5
+
+
+def _bad_k(rank, k):
+    shard = shard_of(9)
+    return top_k(torch.zeros(2, shard.shard_size), k, shard=shard)
+
+
+@pytest.mark.parametrize("k", [0, -1, 10])
+def test_k_outside_the_vocabulary_is_an_error_on_every_rank(k):
+    errors = run_ranks_expecting_errors(_bad_k, 2, k)
+    assert len(set(errors)) == 1
+    assert str(k) in errors[0].message

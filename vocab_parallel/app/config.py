@@ -1,0 +1,318 @@
+"""The app's settings: YAML plus dotted overrides into frozen, validated dataclasses.
+
+``load(source, overrides)`` is the one entry. An unknown key, a wrong type and an impossible value are a `ConfigError`
+that names the dotted key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dacite
+import yaml
+
+from vocab_parallel.errors import ConfigError
+
+
+def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file, or a run folder's ``config.yaml``, and applies overrides such as ``train.steps=10``.
+
+    Args:
+        source: a YAML file, or a run folder.
+        overrides: ``dotted.key=value`` strings; the value is parsed as YAML (number, string, list, null).
+
+    Returns:
+        The validated configuration.
+
+    Raises:
+        ConfigError: file missing, not YAML, unknown key, wrong type or impossible value.
+    """
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"no configuration at {path}: expected a YAML file or a run folder that holds config.yaml")
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections at the top, got {type(data).__name__}")
+    for text in overrides:
+        _apply(data, text)
+    return from_dict(data)
+
+
+def from_overrides(overrides: Sequence[str]) -> Config:
+    """The default configuration with overrides applied; the errors are those of `load`."""
+    data: dict[str, Any] = {}
+    for text in overrides:
+        _apply(data, text)
+    return from_dict(data)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """How the vocabulary is spread."""
+
+    tp: int | None = None  # ranks that share the vocabulary; null: all ranks of the job
+    multiple_of: int = 128  # each shard's rows are a multiple of this
+    timeout_s: float = 40.0  # a collective that waits longer than this ends the job with an error
+    threads: int | None = 1  # CPU threads per rank; null: leave PyTorch's choice
+    device: str = "auto"  # auto | cpu | cuda
+
+    def __post_init__(self) -> None:
+        _require(self.tp is None or self.tp >= 1, "parallel.tp", "null or at least 1", self.tp)
+        _require(self.multiple_of >= 1, "parallel.multiple_of", "at least 1", self.multiple_of)
+        _require(self.timeout_s > 0, "parallel.timeout_s", "above 0 seconds", self.timeout_s)
+        _require(self.threads is None or self.threads >= 1, "parallel.threads", "null or at least 1", self.threads)
+        _choice("parallel.device", self.device, ("auto", "cpu", "cuda"))
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Vocabulary and corpus."""
+
+    vocab: str = "tekken"  # tekken (131,072 ids) | bytes (259 ids)
+    paths: list[str] = dataclasses.field(
+        default_factory=list
+    )  # files, folders, globs; empty: Python's standard library
+    max_bytes: int | None = None  # stop after this much text; null: all
+    validation_fraction: float = 0.03  # of the tokens, whole documents
+    cache: str | None = None  # folder of tokenised corpora; null: the user's cache folder
+
+    def __post_init__(self) -> None:
+        _choice("data.vocab", self.vocab, ("tekken", "bytes"))
+        _require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", "null or above 0", self.max_bytes)
+        fraction = self.validation_fraction
+        _require(0 < fraction < 1, "data.validation_fraction", "between 0 and 1, both excluded", fraction)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The decoder trunk (the same on every rank) and the tied vocabulary table."""
+
+    dim: int = 64
+    layers: int = 2
+    heads: int = 4
+    context: int = 128  # tokens a row attends over, and the length of a training sequence
+    mlp_ratio: int = 4
+    head_bias: bool = False
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "layers", "heads", "context", "mlp_ratio"):
+            _require(getattr(self, name) >= 1, f"model.{name}", "at least 1", getattr(self, name))
+        wanted = f"a multiple of 2 * model.heads = {2 * self.heads} (rotary pairs)"
+        _require(self.dim % (2 * self.heads) == 0, "model.dim", wanted, self.dim)
+        _require(self.init_std > 0, "model.init_std", "above 0", self.init_std)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation, validation and checkpoints."""
+
+    steps: int = 100
+    batch: int = 2  # sequences a step; tokens a step = batch * model.context
+    lr: float = 3e-3  # of the vocabulary table
+    trunk_lr_ratio: float = 1.0  # the trunk learns at lr times this
+    warmup: int = 10  # steps
+    min_lr_ratio: float = 0.1  # the cosine ends at lr * min_lr_ratio
+    betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    clip: float = 1.0  # largest global gradient norm
+    seed: int = 0
+    chunk_size: int | None = None  # rows a chunk of the fused loss; null: its own choice
+    average_last: int = 10  # the final train loss is the mean over this many last steps
+    validation_every: int = 50  # steps; 0: only at the end
+    validation_sequences: int = 16
+    checkpoint_every: int = 50  # steps; the last step always saves; 0: only at the end
+    keep_checkpoints: int = 2
+    resume: str | None = None  # a run folder: continue from its latest checkpoint
+    require_under_unigram: bool = False  # exit with an error if the validation loss does not get under the entropy
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "average_last", "validation_sequences", "keep_checkpoints"):
+            _require(getattr(self, name) >= 1, f"train.{name}", "at least 1", getattr(self, name))
+        for name in ("warmup", "validation_every", "checkpoint_every", "seed", "weight_decay"):
+            _require(getattr(self, name) >= 0, f"train.{name}", "0 or more", getattr(self, name))
+        for name in ("lr", "clip", "trunk_lr_ratio"):
+            _require(getattr(self, name) > 0, f"train.{name}", "above 0", getattr(self, name))
+        _require(0 <= self.min_lr_ratio <= 1, "train.min_lr_ratio", "between 0 and 1", self.min_lr_ratio)
+        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _require(good, "train.betas", "two numbers in [0, 1)", self.betas)
+        good = self.chunk_size is None or self.chunk_size >= 1
+        _require(good, "train.chunk_size", "null or at least 1", self.chunk_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleConfig:
+    """The single-rank float64 check beside the training."""
+
+    every: int = 1  # steps between comparisons of the loss; 0: never
+    gradient_every: int = 25  # steps between comparisons of the gradients too; 0: never
+    chunk_rows: int = 64  # rows of whole logits that rank 0 forms at a time
+    max_loss_difference: float | None = 1e-3  # nats; a larger one ends the job; null: only report
+    max_gradient_difference: float | None = 1e-3  # relative to the largest gradient entry; null: only report
+
+    def __post_init__(self) -> None:
+        for name in ("every", "gradient_every"):
+            _require(getattr(self, name) >= 0, f"oracle.{name}", "0 or more", getattr(self, name))
+        _require(self.chunk_rows >= 1, "oracle.chunk_rows", "at least 1", self.chunk_rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """The sample at the end of a training, and the defaults of ``generate``."""
+
+    prompt: str = "import "
+    max_tokens: int = 48
+    method: str = "top_k"  # greedy | top_k
+    k: int = 20
+    temperature: float = 0.8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _choice("generate.method", self.method, ("greedy", "top_k"))
+        for name in ("max_tokens", "k"):
+            _require(getattr(self, name) >= 1, f"generate.{name}", "at least 1", getattr(self, name))
+        _require(self.temperature > 0, "generate.temperature", "above 0", self.temperature)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything a run is made from; a run folder keeps it as ``config.yaml``."""
+
+    name: str = "run"
+    runs: str = "runs"  # the folder that run folders go to
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    oracle: OracleConfig = dataclasses.field(default_factory=OracleConfig)
+    generate: GenerateConfig = dataclasses.field(default_factory=GenerateConfig)
+
+    def __post_init__(self) -> None:
+        good = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
+        _require(good, "name", "letters, digits, '.', '_' and '-' only", self.name)
+
+    def to_yaml(self) -> str:
+        """The YAML text that `load` reads back to an equal configuration."""
+        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False, allow_unicode=True)
+
+
+def from_dict(data: Mapping[str, Any]) -> Config:
+    """Builds a `Config` from nested mappings; the errors are those of `load`."""
+    _refuse(Config, data, "")
+    try:
+        return dacite.from_dict(Config, data, dacite.Config(strict=True, type_hooks={float: _as_float}))
+    except dacite.WrongTypeError as error:
+        wanted = _type_name(error.field_type)
+        raise ConfigError(f"{error.field_path}: expected {wanted}, got {error.value!r}") from error
+    except dacite.DaciteError as error:
+        raise ConfigError(str(error)) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that also reads 1e-3 as a number (YAML 1.2; PyYAML alone reads a string)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _apply(data: dict[str, Any], text: str) -> None:
+    """Sets ``dotted.key=value`` in nested mappings."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {text!r}: expected dotted.key=value, for example train.steps=10")
+    try:
+        parsed = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {text!r}: the value is not valid YAML: {error}") from error
+    *sections, last = key.split(".")
+    target = data
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"override {text!r}: {section} is not a section of the configuration")
+    target[last] = parsed
+
+
+def _refuse(kind: type, data: Mapping[str, Any], prefix: str) -> None:
+    hints = typing.get_type_hints(kind)
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        if key not in hints:
+            near = _nearest(str(key), prefix)
+            hint = f"; did you mean {near}?" if near else f"; known here: {', '.join(hints)}"
+            raise ConfigError(f"unknown key {path}{hint}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{path}: expected a section (a mapping of keys), got {value!r}")
+            _refuse(typing.cast(type, hints[key]), value, f"{path}.")
+            continue
+        # bool is an int to Python, and text is a sequence; here a yes for a count and a name for a list are mistakes.
+        kinds = typing.get_args(hints[key]) or (hints[key],)
+        is_list = typing.get_origin(hints[key]) is list
+        if (isinstance(value, bool) and bool not in kinds) or (is_list and not isinstance(value, list)):
+            raise ConfigError(f"{path}: expected {_type_name(hints[key])}, got {value!r}")
+
+
+def _nearest(key: str, prefix: str) -> str | None:
+    """The known dotted name closest to an unknown one: the same name elsewhere, one here, one anywhere."""
+    known = list(_dotted(Config, ""))
+    here = {name[len(prefix) :]: name for name in known if name.startswith(prefix) and "." not in name[len(prefix) :]}
+    anywhere = {name.rpartition(".")[2]: name for name in known}
+    if key in anywhere:
+        return anywhere[key]
+    for names in (here, anywhere):
+        for close in difflib.get_close_matches(key, names, n=1, cutoff=0.6):
+            return names[close]
+    return None
+
+
+def _dotted(kind: type, prefix: str) -> typing.Iterator[str]:
+    for name, hint in typing.get_type_hints(kind).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(hint):
+            yield from _dotted(typing.cast(type, hint), f"{prefix}{name}.")
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if isinstance(value, int) else value
+
+
+def _type_name(kind: Any) -> str:
+    if kind is type(None):
+        return "null"
+    parts = typing.get_args(kind)
+    if parts and typing.get_origin(kind) is not list:
+        return " or ".join(_type_name(part) for part in parts)
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    if parts:
+        return f"a list, each {_type_name(parts[0])}"
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _require(good: bool, key: str, wanted: str, value: object) -> None:
+    if not good:
+        raise ConfigError(f"{key}: expected {wanted}, got {value!r}")
+
+
+def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{key}: expected one of {', '.join(choices)}, got {value!r}{hint}")

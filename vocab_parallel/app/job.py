@@ -1,0 +1,104 @@
+"""This process's place in the job: rank, device and process group, under torchrun or alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vocab_parallel.app.config import ParallelConfig
+from vocab_parallel.errors import ConfigError
+from vocab_parallel.layout import VocabLayout
+from vocab_parallel.shard import VocabShard
+
+
+@contextmanager
+def join(config: ParallelConfig) -> Iterator[Job]:
+    """Joins the ranks that torchrun started; alone, it is a job of one rank without torch.distributed.
+
+    Raises:
+        ConfigError: ``parallel.tp`` is not the number of ranks, or the device is not there.
+    """
+    rank, world, local_rank = (int(os.environ.get(k, v)) for k, v in zip(_NAMES, ("0", "1", "0"), strict=True))
+    if config.tp is not None and config.tp != world:
+        raise ConfigError(
+            f"parallel.tp={config.tp}, but the job has {world} ranks: all ranks share the vocabulary. "
+            f"Start it with torchrun --nproc-per-node {config.tp}, or set parallel.tp=null"
+        )
+    device = _device(config.device, local_rank)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if world == 1:
+        yield Job(rank, world, local_rank, device, None)
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    try:
+        yield Job(rank, world, local_rank, device, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One rank of the job."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the logs and files."""
+        return self.rank == 0
+
+    def say(self, text: str) -> None:
+        """Prints on the first rank only."""
+        if self.first:
+            print(text, flush=True)
+
+    def agree(self, value: Any) -> Any:
+        """The first rank's `value`, on every rank. One object broadcast, none at world size 1."""
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` in rank order, on every rank. One object gather, none at world size 1."""
+        found: list[Any] = [value] * self.world
+        if self.group is not None:
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def shard(self, vocab_size: int, multiple_of: int) -> VocabShard:
+        """The vocabulary over all ranks of the job."""
+        return VocabShard(VocabLayout(vocab_size, self.world, multiple_of=multiple_of), self.group)
+
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def builds_files() -> bool:
+    """Whether this process is the one of its machine that prepares shared files; needs no process group."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
+    if name == "cuda" and count <= local_rank:
+        raise ConfigError(f"parallel.device=cuda, but local rank {local_rank} finds {count} CUDA devices")
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if name == "cpu" or count < local_world:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,164 @@
+"""Small self-tests of every operation: sharded on this job's ranks in float32, compared with the oracle in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocab_parallel import reference
+from vocab_parallel.app.job import Job
+from vocab_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
+from vocab_parallel.head import VocabParallelLMHead
+from vocab_parallel.loss import cross_entropy, linear_cross_entropy
+from vocab_parallel.select import greedy, top_k
+from vocab_parallel.tying import tie_weights
+
+VOCAB, WIDTH, TOKENS, CANDIDATES = 1009, 48, 37, 50  # an odd vocabulary: the last shard holds padding
+LIMIT = 1e-5  # absolute for losses, relative to the largest entry for gradients
+Test = tuple[str, Callable[[], float], float]
+
+
+class SelfTests:
+    """The same random problem on every rank, and one test for each operation and option."""
+
+    def __init__(self, job: Job) -> None:
+        self.shard = job.shard(VOCAB, 8)
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(job.device)
+
+        self.table, self.bias, self.hidden = normal(VOCAB, WIDTH) * 0.2, normal(VOCAB), normal(TOKENS, WIDTH)
+        self.ids = torch.randint(VOCAB, (TOKENS,), generator=generator).to(job.device)
+        self.target = self.ids.roll(-1).clone()
+        self.target[::7] = -100  # some rows ignored
+        share = -(-TOKENS // job.world)
+        self.own = slice(share * job.rank, min(TOKENS, share * (job.rank + 1)))  # rows under sequence parallelism
+
+    def all(self) -> list[Test]:
+        """Name, test and limit of each; a test returns its largest error."""
+        tests: list[Test] = [
+            ("embedding", partial(self.embedding, False), LIMIT),
+            ("embedding, sequence parallel", partial(self.embedding, True), LIMIT),
+        ]
+        for name, loss in (("cross_entropy", self.logits_loss), ("linear_cross_entropy", self.linear_loss)):
+            for reduction in ("none", "sum", "mean"):
+                tests.append((f"{name}, {reduction}", partial(loss, reduction=reduction), LIMIT))
+            for over in ("all", "others"):
+                options: dict[str, Any] = {"label_smoothing": 0.1, "smoothing_over": over}
+                tests.append((f"{name}, smoothing over {over}", partial(loss, **options), LIMIT))
+        tests += [
+            ("linear_cross_entropy, bias", partial(self.linear_loss, with_bias=True), LIMIT),
+            ("linear_cross_entropy, sequence parallel", partial(self.linear_loss, sequence_parallel=True), LIMIT),
+            ("greedy", self.greedy, 0.0),
+            ("top_k", self.top_k, 0.0),
+            ("tied embedding and head", self.tied, LIMIT),
+        ]
+        return tests
+
+    def embedding(self, sequence_parallel: bool) -> float:
+        """Values and the weight's gradient."""
+        weight = self.shard.slice(self.table).requires_grad_()
+        whole = self.table.double().requires_grad_()
+        got = vocab_parallel_embedding(self.ids, weight, shard=self.shard, sequence_parallel=sequence_parallel)
+        want = reference.embedding(self.ids, whole)
+        got.square().sum().backward()  # type: ignore[no-untyped-call]
+        want.square().sum().backward()  # type: ignore[no-untyped-call]
+        return max(
+            _difference(got, want[self.own] if sequence_parallel else want),
+            _relative(weight.grad, self.shard.slice(_gradient(whole))),
+        )
+
+    def logits_loss(self, **options: object) -> float:
+        """`cross_entropy`: loss and the logits' gradient."""
+        whole = reference.logits(self.hidden, self.table, self.bias).double().requires_grad_()
+        local = self.shard.slice(whole.detach().float(), dim=-1).requires_grad_()
+        got = cross_entropy(local, self.target, shard=self.shard, **options)  # type: ignore[arg-type]
+        want = reference.cross_entropy(whole, self.target, **options)  # type: ignore[arg-type]
+        _backward(got)
+        _backward(want)
+        scale = max(1.0, float(want.detach().abs().max()))
+        return max(_difference(got, want) / scale, _relative(local.grad, self.shard.slice(_gradient(whole), dim=-1)))
+
+    def linear_loss(
+        self, *, with_bias: bool = False, sequence_parallel: bool = False, reduction: str = "mean", **options: object
+    ) -> float:
+        """`linear_cross_entropy`: loss and the gradients of hidden states, weight and bias, in several chunks."""
+        whole = [t.double().requires_grad_() for t in (self.hidden, self.table, self.bias)]
+        rows = self.own if sequence_parallel else slice(None)
+        hidden = self.hidden[rows].clone().requires_grad_()
+        weight, bias = (self.shard.slice(t).requires_grad_() for t in (self.table, self.bias))
+        got = linear_cross_entropy(
+            hidden, weight, self.target[rows], shard=self.shard, linear_bias=bias if with_bias else None,
+            sequence_parallel=sequence_parallel, chunk_size=16, reduction=reduction, **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        want = reference.linear_cross_entropy(
+            whole[0], whole[1], self.target, bias=whole[2] if with_bias else None,
+            reduction=reduction, **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        _backward(got)
+        _backward(want)
+        scale = max(1.0, float(want.detach().abs().max()))
+        errors = [
+            _difference(got, want) / scale,
+            _relative(hidden.grad, _gradient(whole[0])[rows]),
+            _relative(weight.grad, self.shard.slice(_gradient(whole[1]))),
+        ]
+        if with_bias:
+            errors.append(_relative(bias.grad, self.shard.slice(_gradient(whole[2]))))
+        return max(errors)
+
+    def greedy(self) -> float:
+        """Rows chosen otherwise than by the oracle; must be 0."""
+        whole = self._coarse_logits()
+        got = greedy(self.shard.slice(whole, dim=-1, fill=99.0), shard=self.shard)
+        return float((got != reference.greedy(whole)).sum())
+
+    def top_k(self) -> float:
+        """Candidates that differ in id or value; must be 0."""
+        whole = self._coarse_logits()
+        got = top_k(self.shard.slice(whole, dim=-1, fill=99.0), CANDIDATES, shard=self.shard)
+        values, ids = reference.top_k(whole, CANDIDATES)
+        return float((got.token_ids != ids).sum() + (got.values != values).sum())
+
+    def tied(self) -> float:
+        """The one parameter's gradient holds the lookup's and the projection's part."""
+        embedding = VocabParallelEmbedding(WIDTH, shard=self.shard, device=self.table.device)
+        head = VocabParallelLMHead(WIDTH, shard=self.shard, device=self.table.device)
+        tie_weights(embedding, head)
+        with torch.no_grad():
+            embedding.weight.copy_(self.shard.slice(self.table))
+        whole = self.table.double().requires_grad_()
+        got = head.loss(embedding(self.ids), self.target)
+        want = reference.linear_cross_entropy(reference.embedding(self.ids, whole), whole, self.target)
+        _backward(got)
+        _backward(want)
+        return max(_difference(got, want), _relative(head.weight.grad, self.shard.slice(_gradient(whole))))
+
+    def _coarse_logits(self) -> Tensor:
+        """Logits rounded to quarters, so that rows are full of ties."""
+        return (reference.logits(self.hidden, self.table) * 4).round() / 4
+
+
+def _backward(loss: Tensor) -> None:
+    loss.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None, "the oracle formed no gradient"
+    return tensor.grad
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    return float((got.detach().double() - want.detach()).abs().max()) if want.numel() else 0.0
+
+
+def _relative(got: Tensor | None, want: Tensor) -> float:
+    assert got is not None, "no gradient was formed"
+    if not want.numel():
+        return 0.0
+    return float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-3))

@@ -1,0 +1,312 @@
+"""The main job: train a small tied language model with its vocabulary sharded over the ranks, checked as it goes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocab_parallel import collectives
+from vocab_parallel.app import config as configs
+from vocab_parallel.app import oracle, runlog
+from vocab_parallel.app.config import Config, TrainConfig
+from vocab_parallel.app.data import Corpus, open_corpus
+from vocab_parallel.app.job import Job, builds_files, join
+from vocab_parallel.app.memory import peak_process_bytes
+from vocab_parallel.app.model import LanguageModel
+from vocab_parallel.app.progress import Progress
+from vocab_parallel.app.vocabulary import Vocabulary, open_vocabulary
+from vocab_parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from vocab_parallel.errors import ConfigError, NonFiniteError, VocabParallelError
+from vocab_parallel.tying import verify_tied, vocab_parameters
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Runs a training from start, or from ``train.resume``, to its end.
+
+    Returns:
+        The summary, the same on every rank; the run folder holds everything else.
+
+    Raises:
+        ConfigError: something in the configuration cannot work.
+        VocabParallelError: the oracle differs by more than ``oracle.max_*_difference``, or
+            ``train.require_under_unigram`` is set and the validation loss did not get under.
+    """
+    started = time.perf_counter()
+    vocabulary = open_vocabulary(config.data.vocab)
+    corpus = _corpus(config, vocabulary)
+    with join(config.parallel) as job:
+        run = Run(config, job, vocabulary, corpus)
+        try:
+            run.steps()
+            # Imported here: closing needs plots and generation, which a step does not.
+            from vocab_parallel.app.closing import close_run
+
+            return close_run(run, started)
+        finally:
+            run.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of ``train``."""
+    parser.add_argument("source", help="a YAML config, or a run folder to resume")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example train.steps=10")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Entry of ``python -m vocab_parallel train``."""
+    config = configs.load(args.source, args.overrides)
+    if Path(args.source).is_dir() and config.train.resume is None:
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, resume=args.source))
+    train(config)
+    return 0
+
+
+class Run:
+    """Model, optimizer, data and logs of one training on one rank."""
+
+    def __init__(self, config: Config, job: Job, vocabulary: Vocabulary, corpus: Corpus) -> None:
+        self.config, self.job, self.vocabulary, self.corpus = config, job, vocabulary, corpus
+        self.shard = job.shard(vocabulary.size, config.parallel.multiple_of)
+        self.model = LanguageModel(config.model, self.shard, seed=config.train.seed, device=job.device)
+        self.optimizer = make_optimizer(self.model, config.train)
+        verify_tied(self.model, self.optimizer)
+        self.first_step, self.folder = self._resume() if config.train.resume else (1, self._new_folder())
+        # A resumed run belongs to its folder wherever that is; the flag itself is of one launch.
+        kept = dataclasses.replace(config, train=dataclasses.replace(config.train, resume=None))
+        self.log: runlog.RunLog | None = None
+        if job.first:
+            self.log = runlog.RunLog(self.folder, resume_step=self.first_step - 1 if config.train.resume else None)
+            self.log.describe(kept, self.manifest())
+        self.rows: list[dict[str, Any]] = runlog.read_metrics(self.folder) if job.first else []
+        self.training_seconds = 0.0
+        self.oracle_seconds = 0.0
+        job.say(self._opening())
+
+    def steps(self) -> None:
+        """All steps that are left, with validation, checks and checkpoints."""
+        train = self.config.train
+        with Progress(train.steps, self.first_step - 1, visible=self.job.first) as progress:
+            for step in range(self.first_step, train.steps + 1):
+                row = self.step(step)
+                last = step == train.steps
+                if last or (train.validation_every and step % train.validation_every == 0):
+                    row["validation_loss"] = self.validate()
+                if last or (train.checkpoint_every and step % train.checkpoint_every == 0):
+                    self.save(step)
+                self.rows.append(row)
+                if self.log is not None:
+                    self.log.step(row)
+                progress.show(row)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One optimizer step. Returns its line for ``metrics.jsonl``."""
+        config, model = self.config.train, self.model
+        begin = time.perf_counter()
+        input, target = self._batch(step)
+        self.shard.traffic.reset()
+        hidden = model(input)
+        loss = model.loss(hidden, target, chunk_size=config.chunk_size)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = clip_gradients(model, config.clip)
+        traffic = self.shard.traffic
+        sent, calls = traffic.total_bytes, traffic.total_calls
+        checked = time.perf_counter()
+        difference = self._check(step, hidden.detach().flatten(0, 1), target.flatten(), loss.detach())
+        oracle_seconds = time.perf_counter() - checked
+        rate = learning_rate(config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["ratio"]
+        self.optimizer.step()
+        seconds = time.perf_counter() - begin - oracle_seconds
+        self.training_seconds += seconds
+        self.oracle_seconds += oracle_seconds
+        return {
+            "step": step,
+            "loss": float(loss.detach()),
+            "validation_loss": None,
+            "oracle_loss": difference.oracle_loss if difference else None,
+            "oracle_difference": difference.loss if difference else None,
+            "oracle_gradient_difference": difference.gradient if difference else None,
+            "tokens_per_second": target.numel() / seconds,
+            "peak_memory_bytes": peak_process_bytes(self.job.device),
+            "bytes_sent": sent,
+            "collectives": calls,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "seconds": seconds,
+        }
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss in nats over the validation windows, the same on every rank."""
+        config = self.config
+        total, tokens = 0.0, 0
+        batches = self.corpus.validation_batches(
+            config.train.validation_sequences, config.train.batch, config.model.context
+        )
+        for input, target in batches:
+            goal = torch.from_numpy(target).to(self.job.device)
+            hidden = self.model(torch.from_numpy(input).to(self.job.device))
+            total += float(self.model.loss(hidden, goal, chunk_size=config.train.chunk_size)) * goal.numel()
+            tokens += goal.numel()
+        return total / tokens
+
+    def save(self, step: int) -> Path:
+        """Writes the checkpoint of `step`."""
+        extra = {"vocabulary": self.config.data.vocab, "vocabulary_sha256": self.vocabulary.sha256}
+        folder = self.folder / "checkpoints"
+        return save_checkpoint(folder, self.model, self.optimizer, step, extra, keep=self.config.train.keep_checkpoints)
+
+    def manifest(self) -> dict[str, Any]:
+        """What the run was made from."""
+        layout = self.shard.layout
+        ranges = [layout.range(rank) for rank in range(layout.tp_size)]
+        return {
+            "versions": runlog.versions(),
+            "vocabulary": {"name": self.config.data.vocab, "sha256": self.vocabulary.sha256},
+            "layout": {
+                "vocab_size": layout.vocab_size,
+                "padded_size": layout.padded_size,
+                "tp_size": layout.tp_size,
+                "shard_size": layout.shard_size,
+                "shards": [{"rank": rank, "start": r.start, "stop": r.stop} for rank, r in enumerate(ranges)],
+            },
+            "tied": ["embedding.weight", "lm_head.weight"],
+            "loss": {"unit": "nats a token", "reduction": "mean over tokens", "dtype": "float32", "smoothing": 0.0},
+            "parameters": sum(p.numel() for p in self.model.trunk.parameters())
+            + layout.vocab_size * self.config.model.dim,
+            "corpus": {
+                "documents": self.corpus.documents,
+                "text_bytes": self.corpus.text_bytes,
+                "train_tokens": self.corpus.train.length,
+                "validation_tokens": self.corpus.validation.length,
+                "unigram_entropy": self.corpus.unigram_entropy,
+                "validation_unigram_entropy": self.corpus.validation_entropy,
+            },
+            "device": str(self.job.device),
+        }
+
+    def close(self) -> None:
+        """Closes the logs."""
+        if self.log is not None:
+            self.log.close()
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        config = self.config
+        pair = self.corpus.train_batch(config.train.seed, step, config.train.batch, config.model.context)
+        input, target = (torch.from_numpy(ids).to(self.job.device) for ids in pair)
+        return input, target
+
+    def _check(self, step: int, hidden: Tensor, target: Tensor, loss: Tensor) -> oracle.Difference | None:
+        """The oracle's comparison where one is due; an excess raises on every rank."""
+        config = self.config.oracle
+        gradients = config.gradient_every > 0 and step % config.gradient_every == 0
+        if not gradients and not (config.every and step % config.every == 0):
+            return None
+        found = oracle.check(
+            self.job, self.model, hidden, target, loss,
+            gradients=gradients, chunk_rows=config.chunk_rows, chunk_size=self.config.train.chunk_size,
+        )  # fmt: skip
+        limits = ((found.loss, config.max_loss_difference), (found.gradient, config.max_gradient_difference))
+        for name, (value, limit) in zip(("loss", "gradient"), limits, strict=True):
+            # `not <=` and not `>`: NaN differs too.
+            if value is not None and limit is not None and not value <= limit:
+                raise VocabParallelError(
+                    f"step {step}: the sharded {name} differs from the single-rank oracle by {value:.3g}, more than "
+                    f"oracle.max_{name}_difference={limit:g}"
+                )
+        return found
+
+    def _new_folder(self) -> Path:
+        return Path(self.job.agree(str(runlog.new_folder(self.config)) if self.job.first else ""))
+
+    def _resume(self) -> tuple[int, Path]:
+        folder = Path(self.config.train.resume or "")
+        latest = latest_checkpoint(folder / "checkpoints")
+        if latest is None:
+            raise ConfigError(f"nothing to resume: {folder}/checkpoints holds no whole checkpoint")
+        step, _ = load_checkpoint(latest, self.model, self.optimizer, vocabulary_sha256=self.vocabulary.sha256)
+        verify_tied(self.model, self.optimizer)
+        return step + 1, folder
+
+    def _opening(self) -> str:
+        corpus, layout, config = self.corpus, self.shard.layout, self.config
+        begin = "new run" if self.first_step == 1 else f"resuming at step {self.first_step}"
+        return (
+            f"{begin}: {self.folder}\n"
+            f"vocabulary {config.data.vocab}: {layout}; device {self.job.device}\n"
+            f"corpus: {corpus.documents} documents, {corpus.train.length:,} training and "
+            f"{corpus.validation.length:,} validation tokens; unigram entropy {corpus.unigram_entropy:.3f} nats a token"
+        )
+
+
+def make_optimizer(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over the vocabulary's parameters and, at their own rate, the trunk's; a tied weight is in it once."""
+    owners = {id(parameter) for parameter, _ in vocab_parameters(model).values()}
+    groups = [
+        {"params": [p for p in model.parameters() if id(p) in owners], "ratio": 1.0},
+        {"params": [p for p in model.parameters() if id(p) not in owners], "ratio": config.trunk_lr_ratio},
+    ]
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warmup, then a cosine down to ``lr * min_lr_ratio`` at the last step; `step` counts from 1."""
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@torch.no_grad()
+def clip_gradients(model: torch.nn.Module, max_norm: float) -> float:
+    """Scales all gradients so that the global norm is at most `max_norm`.
+
+    The norm counts each vocabulary shard's squares once over the group, and what is replicated once; a tied weight is
+    one parameter and counts once.
+
+    Returns:
+        The norm before scaling, the same bits on every rank.
+
+    Collectives:
+        One all-reduce of 8 bytes.
+
+    Raises:
+        NonFiniteError: the norm is not finite; on every rank.
+    """
+    sharded = vocab_parameters(model)
+    owners = {id(parameter) for parameter, _ in sharded.values()}
+    replicated = [p for p in model.parameters() if id(p) not in owners]
+    square = _square([p for p, _ in sharded.values()])
+    if sharded:
+        shard = next(iter(sharded.values()))[1]
+        square = collectives.all_reduce_(shard, square).wait()
+    norm = float((square + _square(replicated)).sqrt())
+    if not math.isfinite(norm):
+        raise NonFiniteError(f"the global gradient norm is {norm}; lower train.lr or look at the last batch")
+    if norm > max_norm:
+        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], max_norm / norm)
+    return norm
+
+
+def _square(parameters: list[torch.nn.Parameter]) -> Tensor:
+    """Sum of squared gradients, float64 ``[1]``."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = torch.zeros(1, dtype=torch.float64, device=parameters[0].device if parameters else None)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    return total
+
+
+def _corpus(config: Config, vocabulary: Vocabulary) -> Corpus:
+    """Before the ranks join, so that a long tokenising meets no timeout."""
+    return open_corpus(config.data, vocabulary, seed=config.train.seed, builds=builds_files())
