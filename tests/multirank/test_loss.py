@@ -280,7 +280,7 @@ def _nan_in_ignored_rows(rank, case):
     """Losses and gradients with NaN in the ignored rows' input, and with zeros there."""
     shard = shard_of(case.vocab)
     results = []
-    for filling in (torch.nan, torch.inf, 0.0):
+    for filling in (torch.nan, torch.inf, -torch.inf, 0.0):
         tensors = whole(case)
         tensors["input"][tensors["target"] == -100] = filling
         mine = local(case, tensors, shard)
@@ -314,10 +314,10 @@ NAN = Batch(
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("case", [case for (case,) in NAN.cases], ids=lambda case: case.name.replace(" ", "_"))
 def test_ignored_rows_may_hold_nan_without_poisoning_anything(case, tp):
-    for rank, (with_nan, with_infinity, with_zeros) in enumerate(NAN(tp, case)):
+    for rank, (*fillings, with_zeros) in enumerate(NAN(tp, case)):
         for index, name in enumerate(["loss", *case.names]):
-            require_equal(f"{name} on rank {rank}, zeros and NaN", [with_zeros[index], with_nan[index]])
-            require_equal(f"{name} on rank {rank}, zeros and infinity", [with_zeros[index], with_infinity[index]])
+            for filling, results in zip(("NaN", "inf", "-inf"), fillings, strict=True):
+                require_equal(f"{name} on rank {rank}, zeros and {filling}", [with_zeros[index], results[index]])
 
 
 def _with_padding(rank, linear, filling):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,6 +36,8 @@ def join(config: ParallelConfig) -> Iterator[Job]:
     device = _device(config.device, local_rank)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if device.type == "cpu":
+        _keep_freed_memory()
     if world == 1:
         yield Job(rank, world, local_rank, device, None)
         return
@@ -91,6 +95,19 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 def builds_files() -> bool:
     """Whether this process is the one of its machine that prepares shared files; needs no process group."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def _keep_freed_memory() -> None:
+    """Makes glibc reuse large freed buffers instead of returning each to the kernel.
+
+    Otherwise every buffer over 32 MB is page-faulted in anew, which took longer than the arithmetic on it: one
+    float64 check of 256 tokens over 131,072 ids fell from 0.8 to 0.2 s.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_max = -1, -4
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def _device(name: str, local_rank: int) -> torch.device:
