@@ -7,6 +7,7 @@ asked to do and whether something is wrong with it.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,12 @@ HEADER_WORDS = 8  # int64: call signature, fault, rows, target rows, checksum, p
 _SIGNATURE, _FAULT, _ROWS, _TARGET_ROWS, _CHECKSUM, _NEED = range(6)
 _HEADER_BYTES = 8 * HEADER_WORDS
 _MESSAGE_BYTES = 4096
-_CAPACITY = {"loss": 48 * 1024, "select": 512, "header": 0}  # bytes of payload before any call was larger
+_FIRST_BYTES = {
+    "loss": 48 * 1024,
+    "select": 512,
+    "header": 0,
+}  # of payload, while nothing is known: 4,096 rows of a loss
+_WINDOW = 8  # exchanges that a size is remembered for
 
 
 def capture(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
@@ -37,13 +43,13 @@ class Exchange:
     """One all-gather of a payload under a header that makes the ranks agree. Starts at construction, ends at `wait`.
 
     The payload's size must not depend on this rank's arguments: backends abort, hang or corrupt when sizes differ
-    between ranks. So every rank sends `shard.capacity[kind]` bytes, a number that the group shares. A call that
-    needs more says so in its header; once all headers agree, the payload follows in a second all-gather and the
-    capacity grows to it, so this happens only the first time a call is larger than any before.
+    between ranks. So every rank sends as much as the largest of the group's last 8 exchanges of this kind needed, a
+    number that all ranks share. A call that needs more says so in its header; once all headers agree, its payload
+    follows in a second all-gather, and calls of that size need only one from then on.
 
     Args:
         shard: Whose group to use.
-        kind: "loss", "select" or "header" (no payload): calls of one kind share a capacity.
+        kind: "loss", "select" or "header" (no payload): what shares a size.
         call: What this rank was asked to do, in words: operation, shapes, dtypes, options. The same on every rank or
             an error.
         payload: This rank's bytes as any contiguous tensor; the same dtype and shape on every rank.
@@ -52,7 +58,8 @@ class Exchange:
         checksum: Of what must be the same on every rank; compared unless `compare_checksum` is False.
 
     Collectives:
-        One all-gather of `64 + capacity` bytes a rank; on growth, one more; on an error, one of 4 KiB with its words.
+        One all-gather of 64 bytes and the shared size; one more if the payload is larger; on an error, one of 4 KiB
+        with its words.
         None at tp_size 1.
     """
 
@@ -80,7 +87,8 @@ class Exchange:
             self.headers = [[0, 0, rows, target_rows, 0, 0]]
             return
         device = payload.device if payload is not None else device or device_of(shard)
-        capacity = shard.capacity.setdefault(kind, _CAPACITY[kind])
+        sizes = shard.payload_sizes.setdefault(kind, deque([_FIRST_BYTES[kind]] * _WINDOW, maxlen=_WINDOW))
+        capacity = max(sizes)
         self._need = self._payload.nbytes if self._payload is not None else 0
         self._buffer = torch.zeros(_HEADER_BYTES + capacity, dtype=torch.uint8, device=device)
         header = self._buffer[:_HEADER_BYTES].view(torch.int64)
@@ -100,8 +108,8 @@ class Exchange:
         self._raise_if_any()
         if self._payload is None:
             return gathered[:, _HEADER_BYTES:]
+        self.shard.payload_sizes[self.kind].append(self._need)
         if self._need > len(self._buffer) - _HEADER_BYTES:
-            self.shard.capacity[self.kind] = self._need
             payloads = all_gather(self.shard, _as_bytes(self._payload)).wait()
         else:
             payloads = gathered[:, _HEADER_BYTES : _HEADER_BYTES + self._need].contiguous()

@@ -46,7 +46,11 @@ def vocab_parallel_embedding(
     call = "vocab_parallel_embedding"
     if fault is not None:
         Exchange(shard, "header", call, fault=fault).wait()
-    call += f"(input {list(input.shape)}, weight {list(weight.shape)} {weight.dtype}, {sequence_parallel=})"
+    call += (
+        f"(input {list(input.shape)}, weight {list(weight.shape)} {weight.dtype}, {padding_idx=}, "
+        f"{sequence_parallel=}, "
+        f"gradient {'wanted' if torch.is_grad_enabled() and weight.requires_grad else 'not wanted'})"
+    )
     exchange = Exchange(shard, "header", call, checksum=checksum(input), device=weight.device)
     owned = (input >= shard.start) & (input < shard.stop)
     local = torch.where(owned, input - shard.start, 0)

@@ -80,7 +80,8 @@ class VocabParallelLMHead(nn.Module):
     def _gather(self, input: Tensor, fault: Exception | None) -> Tensor:
         if fault is not None:
             Exchange(self.shard, "header", "logits", fault=fault).wait()
-        call = f"logits(input [*, {', '.join(map(str, input.shape[1:]))}] {input.dtype})"
+        wanted = "wanted" if torch.is_grad_enabled() and input.requires_grad else "not wanted"
+        call = f"logits(input [*, {', '.join(map(str, input.shape[1:]))}] {input.dtype}, gradient {wanted})"
         exchange = Exchange(self.shard, "header", call, rows=len(input), device=input.device)
         exchange.wait()
         return apply(GatherRows, input, self.shard, exchange.rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class VocabShard:
         start, stop: Its real ids are `[start, stop)`.
         num_valid: `stop - start`; 0 on a rank whose shard is all padding.
         traffic: Counts of what its operations have sent.
-        capacity: Bytes of payload that the group has agreed on, by kind of exchange (see `collectives.Exchange`).
+        payload_sizes: Bytes that the last exchanges of each kind needed, the same on every rank (see `agreement`).
 
     Collectives:
         One, at construction: the ranks compare their layouts.
@@ -78,7 +78,7 @@ class VocabShard:
         ids = layout.range(self.rank)
         self.start, self.stop, self.num_valid = ids.start, ids.stop, len(ids)
         self.traffic = Traffic()
-        self.capacity: dict[str, int] = {}
+        self.payload_sizes: dict[str, deque[int]] = {}
 
     @property
     def vocab_size(self) -> int:

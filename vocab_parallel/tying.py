@@ -50,9 +50,7 @@ def tie_weights(
             "built before the tie and would go on updating an orphan. Call tie_weights first, then build the optimizer."
         )
     lm_head.weight = source
-    if _tied_embedding(lm_head) is not embedding:
-        lm_head.__dict__["_tied_embedding"] = embedding  # past nn.Module: the embedding is not a child of the head
-        _keep_tied(embedding, lm_head)
+    _join(_tie_of(embedding) or _Tie(embedding), lm_head)
 
 
 def verify_tied(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[tuple[str, str]]:
@@ -69,7 +67,7 @@ def verify_tied(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     """
     names = {id(module): f"{name}.weight" if name else "weight" for name, module in model.named_modules()}
     heads = [module for module in model.modules() if isinstance(module, VocabParallelLMHead)]
-    tied = [(embedding, head) for head in heads if (embedding := _tied_embedding(head)) is not None]
+    tied = [(tie.embedding, head) for head in heads if (tie := _tie_of(head)) is not None]
     if not tied:
         raise TyingError(f"no tied head in {type(model).__name__}: call tie_weights(embedding, lm_head) first.")
     pairs = []
@@ -81,8 +79,7 @@ def verify_tied(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
                 f"{pair[0]} and {pair[1]} are no longer one Parameter"
                 + (" though they share storage: optimizers see two" if one_storage else "")
                 + ". Something replaced one of them (to_empty, assignment of new Parameters, a copy). Call "
-                "tie_weights again before "
-                "the optimizer is built."
+                "tie_weights again before the optimizer is built."
             )
         if optimizer is not None:
             _verify_optimizer(model, optimizer, embedding.weight, pair)
@@ -121,38 +118,65 @@ def _verify_optimizer(
         )
 
 
-def _keep_tied(embedding: VocabParallelEmbedding, lm_head: VocabParallelLMHead) -> None:
-    """Hooks on both modules: what one of them is loaded with, both have; two different tensors are refused."""
-    loaded: dict[str, Tensor] = {}  # the tensor of whichever module came first in this load, by its key
+class _Tie:
+    """The modules that share one Parameter. It hangs on each of them, so a deep copy of the model copies it too."""
 
-    def before(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        key = f"{prefix}weight"
-        first = dict(loaded)
-        loaded.clear()
-        if key not in state:
-            return
-        for other, tensor in first.items():
-            if other != key and state[key] is not tensor and not torch.equal(state[key].to(tensor), tensor):
-                raise TyingError(
-                    f"{other} and {key} are tied in the model, but the checkpoint holds two different tensors. Untie "
-                    "the model, or drop one of the two keys and load with strict=False."
-                )
-        if not first:
-            loaded[key] = state[key]
-
-    def after(module: nn.Module, *_: Any) -> None:
-        other = lm_head if module is embedding else embedding
-        if other.weight is not module.weight:  # load_state_dict(assign=True) has made a new Parameter
-            other.weight = module.weight  # type: ignore[assignment]
-
-    for module in (embedding, lm_head):
-        module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+    def __init__(self, embedding: VocabParallelEmbedding) -> None:
+        self.embedding = embedding
+        self.modules: list[nn.Module] = []
+        self.visited: set[int] = set()  # by the load in progress
+        self.loaded: dict[str, Tensor] = {}  # what it has brought, by key
+        _join(self, embedding)
 
 
-def _tied_embedding(lm_head: VocabParallelLMHead) -> VocabParallelEmbedding | None:
-    embedding: VocabParallelEmbedding | None = lm_head.__dict__.get("_tied_embedding")
-    return embedding
+def _join(tie: _Tie, module: nn.Module) -> None:
+    """Makes `module` one of the tie's; hooks keep what one of them is loaded with the weight of all."""
+    former = _tie_of(module)
+    if former is tie:
+        return
+    if former is None:
+        module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+    else:
+        former.modules.remove(module)
+    module.__dict__["_tie"] = tie  # past nn.Module, which would make children of the tie's modules
+    tie.modules.append(module)
+
+
+def _tie_of(module: nn.Module) -> _Tie | None:
+    tie: _Tie | None = module.__dict__.get("_tie")
+    return tie
+
+
+def _before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Refuses a checkpoint with two different tensors for one Parameter; the last one would win silently."""
+    tie = _tie_of(module)
+    assert tie is not None
+    if id(module) in tie.visited or len(tie.visited) >= len(tie.modules):  # another load has begun
+        tie.visited.clear()
+        tie.loaded.clear()
+    tie.visited.add(id(module))
+    key = f"{prefix}weight"
+    if key not in state:
+        return
+    for other, tensor in tie.loaded.items():
+        if state[key] is not tensor and not torch.equal(state[key].to(tensor), tensor):
+            raise TyingError(
+                f"{other} and {key} are tied in the model, but the checkpoint holds two different tensors. Untie the "
+                "model, or drop one of the two keys and load with strict=False."
+            )
+    tie.loaded[key] = state[key]
+    if len(tie.visited) == len(tie.modules):
+        tie.loaded.clear()  # or it would keep the checkpoint's tensors alive
+
+
+def _after_load(module: nn.Module, *_: Any) -> None:
+    """With `assign=True` the load has made a new Parameter: the others follow."""
+    tie = _tie_of(module)
+    assert tie is not None
+    for other in tie.modules:
+        if other.weight is not module.weight:
+            other.weight = module.weight
 
 
 def _count(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:

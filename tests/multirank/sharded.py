@@ -14,6 +14,8 @@ from tests.multirank.shared_world import Batch
 from tests.tolerances import bits, require_close, require_equal
 from vocab_parallel import VocabLayout, VocabShard, cross_entropy, linear_cross_entropy, reference
 
+TP = pytest.mark.parametrize("tp", [1, 2, 3, 4])
+
 # How `sequence_parallel` rows of a T-row batch are spread over the ranks.
 SPREADS = {
     "even": lambda rows, tp: [rows * (r + 1) // tp - rows * r // tp for r in range(tp)],
@@ -52,6 +54,11 @@ class Case:
 
     def rows(self, tp: int) -> list[int] | None:
         return SPREADS[self.spread](self.leading[0], tp) if self.spread else None
+
+
+def both(name: str, **settings: Any) -> list[Case]:
+    """The case for the loss of logits, and for the one fused with the projection."""
+    return [Case(f"{kind}: {name}", linear=kind == "linear", **settings) for kind in ("logits", "linear")]
 
 
 def shard_of(vocab: int, multiple_of: int = 1, group: Any = None) -> VocabShard:

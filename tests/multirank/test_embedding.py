@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.multirank.sharded import shard_of
+from tests.multirank.sharded import TP, shard_of
 from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
 from tests.tolerances import bits, require_close, require_equal
@@ -18,7 +18,6 @@ from vocab_parallel import (
 )
 from vocab_parallel.collectives import gather_vocab
 
-TP = pytest.mark.parametrize("tp", [1, 2, 3, 4])
 HIDDEN = 4
 
 

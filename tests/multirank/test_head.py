@@ -7,14 +7,13 @@ from itertools import product
 import pytest
 import torch
 
-from tests.multirank.sharded import SPREADS, shard_of
+from tests.multirank.sharded import SPREADS, TP, shard_of
 from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
 from tests.tolerances import require_close, require_equal
 from vocab_parallel import VocabParallelLMHead, linear_cross_entropy, reference
 from vocab_parallel.collectives import gather_vocab
 
-TP = pytest.mark.parametrize("tp", [1, 2, 3, 4])
 VOCAB, HIDDEN = 13, 4
 TARGET = torch.tensor([0, 12, -100, 5, 6, 7])
 

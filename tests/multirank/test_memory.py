@@ -7,6 +7,7 @@ import torch
 
 from tests.multirank.counting import Allocations
 from tests.multirank.sharded import shard_of
+from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
 from vocab_parallel import cross_entropy, linear_cross_entropy
 
@@ -28,43 +29,39 @@ def test_the_meter_sees_what_is_alive_at_once_and_only_that():
     del kept, view
 
 
-def _fused(rank, rows, chunk_size, options):
+def _fused(rank, options):
+    """Peak bytes and the largest tensor's elements, for three pairs of rows and chunk size."""
     shard = shard_of(VOCAB)
-    draw = torch.Generator().manual_seed(0)
-    spread = options.pop("sequence_parallel", False)
-    input = torch.randn(rows // shard.tp_size if spread else rows, HIDDEN, generator=draw).requires_grad_()
-    weight = torch.randn(shard.shard_size, HIDDEN, generator=draw).requires_grad_()
-    target = torch.randint(0, VOCAB, (rows,), generator=draw)
-    with Allocations(input, weight, target) as meter:
-        loss = linear_cross_entropy(
-            input, weight, target, shard=shard, chunk_size=chunk_size, sequence_parallel=spread, **options
+    results = []
+    for rows, chunk_size in [(256, 64), (1024, 64), (1024, 256)]:
+        mine = rows // shard.tp_size if "sequence_parallel" in options else rows
+        input, weight = (
+            torch.randn(mine, HIDDEN).requires_grad_(),
+            torch.randn(shard.shard_size, HIDDEN).requires_grad_(),
         )
-        loss.sum().backward()
-    return meter.peak, meter.largest
+        target = torch.arange(rows)
+        with Allocations(input, weight, target) as meter:
+            loss = linear_cross_entropy(input, weight, target, shard=shard, chunk_size=chunk_size, **options)
+            loss.sum().backward()
+        results.append((meter.peak, meter.largest))
+        del loss
+    return results
+
+
+FUSED = Batch(_fused, [({},), ({"label_smoothing": 0.1},), ({"reduction": "none"},), ({"sequence_parallel": True},)])
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"label_smoothing": 0.1},
-        {"reduction": "none"},
-        {"sequence_parallel": True},
-    ],
-    ids=["mean", "smoothing", "none", "sequence_parallel"],
-)
+@pytest.mark.parametrize("options", [options for (options,) in FUSED.cases], ids=str)
 def test_memory_of_the_fused_loss_grows_with_the_chunk_and_not_with_the_rows(tp, options):
-    shard_size = VOCAB // tp
-    few, _ = run_ranks(_fused, tp, 512, 64, options)[0]
-    many, largest = run_ranks(_fused, tp, 2048, 64, options)[0]
-    wide, _ = run_ranks(_fused, tp, 2048, 256, options)[0]
-    assert largest <= max(64 * shard_size, 2048 * HIDDEN), f"a tensor of {largest} elements"
+    row_of_logits = 4 * VOCAB // tp
+    (few, _), (many, largest), (wide, _) = FUSED(tp, options)[0]
+    assert largest <= max(64 * VOCAB // tp, VOCAB // tp * HIDDEN), f"a tensor of {largest} elements"
     # A row may cost a few hidden-sized vectors and some words of statistics, not a row of logits.
-    per_row = (many - few) / (2048 - 512)
-    assert per_row <= 6 * 4 * HIDDEN + 160, f"{per_row:.0f} bytes a row; its logits would take {4 * shard_size}"
+    per_row = (many - few) / (1024 - 256)
+    assert per_row <= 6 * 4 * HIDDEN + 160, f"{per_row:.0f} bytes a row; its logits would take {row_of_logits}"
     per_chunk_row = (wide - many) / (256 - 64)
-    assert 4 * shard_size <= per_chunk_row <= 2.5 * 4 * shard_size, f"{per_chunk_row:.0f} bytes a row of the chunk"
+    assert row_of_logits <= per_chunk_row <= 2.5 * row_of_logits, f"{per_chunk_row:.0f} bytes a row of the chunk"
 
 
 def _of_logits(rank, rows):

@@ -7,12 +7,11 @@ from itertools import product
 import pytest
 import torch
 
-from tests.multirank.sharded import shard_of
+from tests.multirank.sharded import TP, shard_of
 from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks, run_ranks_expecting_errors
 from vocab_parallel import greedy, reference, top_k
 
-TP = pytest.mark.parametrize("tp", [1, 2, 3, 4])
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -171,11 +171,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise CheckpointLayoutError(f"a checkpoint's .metadata names {module}.{name}, which such a file has no use for")
 
 
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _PLAIN = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in (torch.float32, torch.float64)),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in _DTYPES),
 }
 
 

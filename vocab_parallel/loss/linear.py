@@ -50,7 +50,8 @@ def linear_cross_entropy(
             the group in rank order, told apart by their number.
         shard, reduction, ignore_index, label_smoothing, smoothing_over: As in `cross_entropy`.
         sequence_parallel: Each rank passes its own rows (their number may differ) and gets their gradient.
-        chunk_size: Rows of a chunk, over the whole group. Default: 256 MiB of float32 logits, at most 4,096 rows.
+        chunk_size: Rows of a chunk, over the whole group (with `sequence_parallel` an equal share of each rank).
+            Default: 256 MiB of float32 logits, at most 4,096 rows.
 
     Returns:
         Nats, float32 (float64 for float64 input): for "none" `[...]` like `target`, else a scalar over all rows of
@@ -59,7 +60,7 @@ def linear_cross_entropy(
     Collectives:
         Forward, per chunk: one all-gather of 12 bytes a row (16 with smoothing), in flight during the dH GEMM; and, if
         `input` needs a gradient, one all-reduce of the chunk's dH, in flight during later chunks. Backward: none
-        ("none": the dH reductions move there). With `sequence_parallel`: a 64-byte all-gather, one of the target if
+        ("none": the dH reductions move there). With `sequence_parallel`: one more exchange, one of the target if
         it is local, and per chunk an all-gather of its rows; dH is reduce-scattered; "none" with a local target
         gathers the upstream gradient. None at tp_size 1.
 
@@ -79,7 +80,7 @@ def linear_cross_entropy(
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     fault = capture(_check, input, linear_weight, target, linear_bias, shard, options, sequence_parallel, chunk_size)
     if fault is not None:
-        Exchange(shard, "header" if sequence_parallel else "loss", "linear_cross_entropy", fault=fault).wait()
+        Exchange(shard, "loss", "linear_cross_entropy", fault=fault).wait()
     chunk_size = chunk_size or default_chunk_size(shard)
     settings = _Settings(shard, options, sequence_parallel, chunk_size, torch.is_grad_enabled())
     return apply(_LinearCrossEntropy, input, linear_weight, linear_bias, target, settings)
@@ -273,11 +274,11 @@ def _autocast(*tensors: Any) -> Any:
 
 def _check(
     input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, shard: VocabShard, options: LossOptions,
-    sequence_parallel: bool, chunk_size: int | None,
+    sequence_parallel: bool, chunk_size: object,
 ) -> None:  # fmt: skip
     options.check()
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be an integer of at least 1, got {chunk_size!r}")
     check_head(input, weight, bias, shard)
     check_target(target, shard, options.ignore_index)
     if input.shape[:-1] != target.shape and not sequence_parallel:

@@ -150,13 +150,13 @@ def agree_on_rows(input: Tensor, target: Tensor, shard: VocabShard, call: str, c
         Each rank's rows, and whether the target covers this rank's rows only (else all rows of the group).
 
     Collectives:
-        One all-gather of 64 bytes.
+        One `Exchange` without payload.
 
     Raises:
         LayoutMismatchError: On every rank, if the targets fit neither.
     """
     exchange = Exchange(
-        shard, "header", call, rows=len(input), target_rows=len(target), checksum=check, compare_checksum=False,
+        shard, "loss", call, rows=len(input), target_rows=len(target), checksum=check, compare_checksum=False,
         device=input.device,
     )  # fmt: skip
     exchange.wait()

@@ -46,7 +46,7 @@ def select_best(logits: Tensor, k: int, shard: VocabShard, name: str) -> tuple[T
         values, ids = _from_ordered(ordered[:, :k], torch.float64), merged[1].gather(1, at[:, :k])
     else:
         values, ids = unpack(merged[0].topk(k, dim=1).values)
-    _require_finite(values[:, 0])
+    _require_finite(values[:, 0], gathered)
     return values, ids
 
 
@@ -108,14 +108,20 @@ def _check(logits: object, k: object, shard: VocabShard) -> None:
         raise ValueError(f"k must be an integer in [1, {shard.vocab_size}] (the vocabulary), got {k!r}")
 
 
-def _require_finite(first: Tensor) -> None:
-    """Raises for the first row whose best value `[T]` is NaN or -inf; the values are the same on every rank."""
+def _require_finite(first: Tensor, gathered: Tensor) -> None:
+    """Raises for the first row whose best value `[T]` is NaN or -inf; the same on every rank.
+
+    Args:
+        gathered: `[tp, 1 or 2, T, k]`, the ranks' candidates, to name the rank that holds a NaN.
+    """
     bad = first.isnan() | (first == -torch.inf)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0, 0])
-        raise NonFiniteError(
-            f"row {row} holds NaN: it has no order. Likely an overflow upstream, or an uninitialised weight."
-            if bool(first[row].isnan())
-            else f"row {row} has no finite logit: every id of the vocabulary is masked to -inf. Leave at least one "
-            "legal."
-        )
+    if not bool(bad.any()):
+        return
+    row = int(bad.nonzero()[0, 0])
+    if not bool(first[row].isnan()):
+        raise NonFiniteError(f"row {row} has no finite logit: every id is masked to -inf. Leave at least one legal.")
+    ordered = gathered[:, 0, row, 0] if gathered.shape[1] == 2 else gathered[:, 0, row, 0] >> 32
+    raise NonFiniteError(
+        f"row {row} holds NaN among the logits of rank {int(ordered.argmax())} of the group: it has no order. Likely "
+        "an overflow upstream, or an uninitialised weight."
+    )
