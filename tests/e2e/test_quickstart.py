@@ -75,7 +75,7 @@ def test_every_step_is_logged_and_agrees_with_the_oracle(quickstart: tuple[Path,
         assert row["tokens_per_second"] > 0 and row["peak_memory_bytes"] > 10**8
     # 256 rows of 64 float32, on two ranks: an all-reduce sends each row once, for the lookup and for dH.
     rows_sent = 2 * 256 * 64 * 4
-    # The first exchanges are as long as a guess; then a chunk's is a header of 64 bytes and 12 bytes for each of 64 rows.
+    # The first exchanges are as long as a guess; then a chunk needs a 64-byte header and 12 bytes for each of 64 rows.
     assert rows[-1]["bytes_sent"] - rows_sent < 4 * (64 + 12 * 64) + 200 < rows[0]["bytes_sent"] - rows_sent
     # Header and rows of the lookup, statistics and dH of four chunks, the norm; the first may be one more.
     assert rows[-1]["collectives"] == 2 + 2 * 4 + 1
