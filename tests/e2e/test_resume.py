@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-EXACT = ("loss", "validation_loss", "gradient_norm", "oracle_loss", "learning_rate", "bytes_sent")
+EXACT = ("loss", "validation_loss", "gradient_norm", "oracle_loss", "learning_rate")
 RUN = [
     "train.steps=8",
     "train.checkpoint_every=5",
