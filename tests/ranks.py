@@ -35,7 +35,7 @@ LEAVE_TOGETHER = 1.0  # seconds a finished rank keeps its connections open for p
 STACK_LIMIT = 5.0  # seconds a hung rank has to write its stacks
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "vocab_parallel"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "vocab_parallel", "vocab_parallel.checkpoint"])
 
 
 class RankError(NamedTuple):

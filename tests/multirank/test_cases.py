@@ -22,9 +22,6 @@ from tests.cases import active_cases, load_cases
 NOT_COMPARED = {
     "G03": {"thread_after": "measured by the reporter", "thread_before": "measured by the reporter"},
     "X07": {"keep_all_ties": "the other policy; ours is exactly k by value, then id"},
-    "P02": {
-        "elements_per_forward_allreduce": "our one all-gather has one size up to 4,096 rows, see check_collective_count"
-    },
 }
 
 RUNNERS: dict[str, Runner] = {

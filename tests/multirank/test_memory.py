@@ -61,7 +61,8 @@ def test_memory_of_the_fused_loss_grows_with_the_chunk_and_not_with_the_rows(tp,
     per_row = (many - few) / (1024 - 256)
     assert per_row <= 6 * 4 * HIDDEN + 160, f"{per_row:.0f} bytes a row; its logits would take {row_of_logits}"
     per_chunk_row = (wide - many) / (256 - 64)
-    assert row_of_logits <= per_chunk_row <= 2.5 * row_of_logits, f"{per_chunk_row:.0f} bytes a row of the chunk"
+    # A little less than a row of logits can show: the first exchanges, in the narrow run, are longer than needed.
+    assert 0.9 * row_of_logits <= per_chunk_row <= 2.5 * row_of_logits, f"{per_chunk_row:.0f} bytes a row of the chunk"
 
 
 def _of_logits(rank, rows):
