@@ -14,6 +14,6 @@ if __name__ == "__main__":
     code = record(main)()
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is written and closed. Interpreter shutdown destroys gloo's threads in no set order; once it aborted a rank that
-    # had finished its work ("terminate called without an active exception"), and with it the job.
+    # All is written and closed. Interpreter shutdown destroys gloo's threads in no set order; once it aborted a rank
+    # that had finished its work ("terminate called without an active exception"), and with it the job.
     os._exit(code or 0)

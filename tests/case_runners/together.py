@@ -15,6 +15,7 @@ from tests.cases import Case, as_target, as_tensor, local_part
 from tests.multirank.counting import collectives
 from vocab_parallel import (
     Traffic,
+    VocabShard,
     cross_entropy,
     greedy,
     linear_cross_entropy,
@@ -126,25 +127,25 @@ def observe_collective_count(case: Case, dtype: torch.dtype, ranks: Ranks) -> di
         target = torch.zeros(rows, dtype=torch.int64)
         logits = torch.zeros(rows, shard.shard_size, dtype=dtype)
         hidden, weight = torch.zeros(rows, 3, dtype=dtype), torch.zeros(shard.shard_size, 3, dtype=dtype)
-        plain = functools.partial(cross_entropy, target=target, shard=shard)
+        plain = functools.partial(cross_entropy, target=target)
         smoothed = functools.partial(plain, label_smoothing=0.1)
-        fused = functools.partial(linear_cross_entropy, target=target, shard=shard)
+        fused = functools.partial(linear_cross_entropy, target=target)
         for name, call, inputs in (
             ("plain", plain, [logits]),
             ("smoothed", smoothed, [logits]),
             ("fused", fused, [hidden, weight]),
         ):
             inputs = [tensor.clone().requires_grad_() for tensor in inputs]
-            shard.traffic.reset()
+            shard = VocabShard(shard.layout, shard.group)  # which remembers no other call
             with collectives() as (calls, _):
-                loss = call(*inputs)
+                loss = call(*inputs, shard=shard)
                 forward = Counter(calls)
                 loss.backward()
             counted, sent = Counter(shard.traffic.calls), shard.traffic.total_bytes
             one = {"forward": forward, "backward": calls - forward, "counted": counted, "bytes": sent}
             for _ in range(9):  # until the group only remembers calls of this size, see `Exchange`
                 shard.traffic.reset()
-                call(*inputs)
+                call(*inputs, shard=shard)
             one["settled"] = shard.traffic.bytes["all_gather"]
             seen[f"{name}, V={vocab}"] = one
     return seen
