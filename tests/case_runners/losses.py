@@ -159,8 +159,8 @@ def observe_linear(case: Case, dtype: torch.dtype, ranks: Ranks) -> dict[Any, An
     weight = local_part(weight, 0, shard.shard_size, shard.rank)
     options = {"ignore_index": case.params["ignore_index"]} if "ignore_index" in case.params else {}
     mine = rows_of(len(hidden), ranks)
-    # N06's 1,024 chunks once, not in every mode, and half as many on 4 ranks: a bfloat16 sum would still stick, at 512.
-    file_chunk = case.params.get("chunk_tokens", 2) * (2 if ranks.tp == 4 else 1)
+    # N06's 1,024 chunks once, not in every mode.
+    file_chunk = case.params.get("chunk_tokens", 2)
     seen: dict[Any, Any] = {}
     for mode, chunked in row_modes(ranks.tp):
         own_rows, own_targets = mode != "replicated", mode == "own rows, own targets"

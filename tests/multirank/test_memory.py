@@ -33,7 +33,8 @@ def _fused(rank, options):
     """Peak bytes and the largest tensor's elements, for three pairs of rows and chunk size."""
     shard = shard_of(VOCAB)
     results = []
-    for rows, chunk_size in [(256, 64), (1024, 64), (1024, 256)]:
+    # The first is for the exchanges to settle on the size they need; it is not measured.
+    for rows, chunk_size in [(1024, 64), (256, 64), (1024, 64), (1024, 256)]:
         mine = rows // shard.tp_size if "sequence_parallel" in options else rows
         input, weight = (
             torch.randn(mine, HIDDEN).requires_grad_(),
@@ -45,7 +46,7 @@ def _fused(rank, options):
             loss.sum().backward()
         results.append((meter.peak, meter.largest))
         del loss
-    return results
+    return results[1:]
 
 
 FUSED = Batch(_fused, [({},), ({"label_smoothing": 0.1},), ({"reduction": "none"},), ({"sequence_parallel": True},)])
@@ -61,8 +62,7 @@ def test_memory_of_the_fused_loss_grows_with_the_chunk_and_not_with_the_rows(tp,
     per_row = (many - few) / (1024 - 256)
     assert per_row <= 6 * 4 * HIDDEN + 160, f"{per_row:.0f} bytes a row; its logits would take {row_of_logits}"
     per_chunk_row = (wide - many) / (256 - 64)
-    # A little less than a row of logits can show: the first exchanges, in the narrow run, are longer than needed.
-    assert 0.9 * row_of_logits <= per_chunk_row <= 2.5 * row_of_logits, f"{per_chunk_row:.0f} bytes a row of the chunk"
+    assert row_of_logits <= per_chunk_row <= 2.5 * row_of_logits, f"{per_chunk_row:.0f} bytes a row of the chunk"
 
 
 def _of_logits(rank, rows):
