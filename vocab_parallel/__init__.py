@@ -19,7 +19,19 @@ from vocab_parallel.errors import (
 )
 from vocab_parallel.head import VocabParallelLMHead
 from vocab_parallel.layout import VocabLayout
-from vocab_parallel.loss import cross_entropy, linear_cross_entropy
+from vocab_parallel.loss import (
+    LogProbs,
+    RowOutputs,
+    RowStatistics,
+    chunk_rows,
+    cross_entropy,
+    kl_div,
+    linear_cross_entropy,
+    linear_kl_div,
+    linear_row_loss,
+    linear_token_logprobs,
+    token_logprobs,
+)
 from vocab_parallel.select import TopK, greedy, top_k
 from vocab_parallel.shard import Traffic, VocabShard
 from vocab_parallel.tying import tie_weights, verify_tied, vocab_parameters
@@ -30,7 +42,10 @@ __all__ = [
     "ConfigError",
     "LayoutError",
     "LayoutMismatchError",
+    "LogProbs",
     "NonFiniteError",
+    "RowOutputs",
+    "RowStatistics",
     "TargetRangeError",
     "TokenRangeError",
     "TopK",
@@ -42,10 +57,16 @@ __all__ = [
     "VocabParallelError",
     "VocabParallelLMHead",
     "VocabShard",
+    "chunk_rows",
     "cross_entropy",
     "greedy",
+    "kl_div",
     "linear_cross_entropy",
+    "linear_kl_div",
+    "linear_row_loss",
+    "linear_token_logprobs",
     "tie_weights",
+    "token_logprobs",
     "top_k",
     "verify_tied",
     "vocab_parallel_embedding",

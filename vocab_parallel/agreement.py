@@ -1,12 +1,14 @@
 """How the ranks of a group agree, and how an error that one rank sees is raised on every rank.
 
 `Exchange` is the all-gather that carries an operation's payload under a header in which each rank says what it was
-asked to do and whether something is wrong with it.
+asked to do and whether something is wrong with it. `judge` is for what shows in gathered data.
+
+Both raise at once where the host may read flags (on a CPU), and otherwise at the next call on the shard or in
+backward: places that every rank passes in the same order, so that no rank raises while another one waits for it.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -14,18 +16,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel.collectives import all_gather
-from vocab_parallel.errors import LayoutMismatchError, rebuild
-from vocab_parallel.shard import VocabShard, device_of
+from vocab_parallel.collectives import Pending, all_gather, repeat
+from vocab_parallel.deferral import Found, Plan, Step, class_code, first_row
+from vocab_parallel.headers import (
+    CHECKSUM,
+    FAULT,
+    FOUND_ROW,
+    HEADER_BYTES,
+    ROWS,
+    TARGET_ROWS,
+    TRUSTS,
+    Verdict,
+    checksum,
+    constant_header,
+    signature,
+)
+from vocab_parallel.shard import RankGroup, device_of
 
-HEADER_WORDS = 8  # int64: call signature, fault, rows, target rows, checksum, payload bytes, two spare
-_SIGNATURE, _FAULT, _ROWS, _TARGET_ROWS, _CHECKSUM, _NEED = range(6)
-_HEADER_BYTES = 8 * HEADER_WORDS
+__all__ = ["Exchange", "Found", "capture", "checksum", "first_row", "judge", "raise_deferred"]
+
 _MESSAGE_BYTES = 4096
 _FIRST_BYTES = {
     "loss": 48 * 1024,
     "select": 512,
     "header": 0,
+    "mean": 16,
 }  # of payload, while nothing is known: 4,096 rows of a loss
 _WINDOW = 8  # exchanges that a size is remembered for
 
@@ -39,138 +54,249 @@ def capture(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception |
     return None
 
 
+def raise_deferred(group: RankGroup) -> None:
+    """Raises the first error of earlier calls that the host has not read yet, waiting for their flags.
+
+    Every rank must call it at the same places: in each backward, first if it has collectives, else last, so that the
+    device has work while the host waits. Calls do it by themselves, in their first exchange.
+    """
+    group.raise_deferred()
+
+
+def judge(group: RankGroup, flags: Tensor, error: type[Exception], describe: Callable[[list[Any]], Exception]) -> None:
+    """Raises what `flags` say, at once or at the next call or backward.
+
+    Args:
+        flags: int64 or float64 `[n]`, the same on every rank. The first is the row at fault, -1 if there is none.
+        error: Class of the error.
+        describe: The error of the flags as a list; called only for a row at fault. It outlives the call: it should
+            hold no tensors.
+    """
+
+    def verdict(read: list[Any]) -> Exception | None:
+        return describe(read) if read[0] >= 0 else None
+
+    if group.defers(flags.device):
+        code = class_code(error)
+        group.unread.add(flags, verdict, lambda on_device: torch.where(on_device[0] >= 0, code, 0))
+        return
+    found = verdict(flags.tolist())
+    if found is not None:
+        raise found
+
+
 class Exchange:
     """One all-gather of a payload under a header that makes the ranks agree. Starts at construction, ends at `wait`.
 
     The payload's size must not depend on this rank's arguments: backends abort, hang or corrupt when sizes differ
     between ranks. So every rank sends as much as the largest of the group's last 8 exchanges of this kind needed, a
-    number that all ranks share. A call that needs more says so in its header; once all headers agree, its payload
-    follows in a second all-gather, and calls of that size need only one from then on.
+    number that all ranks share. Where a call needs more, its payload follows in a second all-gather once all headers
+    agree, and calls of that size need only one from then on.
+
+    Where errors are deferred, a call that the group expects (see `Habit`) does not wait for its headers. A rank with
+    another call, or with an error, does wait; if others went on, it does what they do, and raises. They raise later.
 
     Args:
-        shard: Whose group to use.
-        kind: "loss", "select" or "header" (no payload): what shares a size.
+        group: What ranks to agree with.
+        kind: "loss", "select", "header" (no payload) or "mean": what shares a size.
         call: What this rank was asked to do, in words: operation, shapes, dtypes, options. The same on every rank or
-            an error.
+            an error. Calls of the same words issue the same collectives in forward.
         payload: This rank's bytes as any contiguous tensor; the same dtype and shape on every rank.
         fault: This rank's own error; every rank then raises it.
-        rows, target_rows: Counts that may differ between ranks; readable from `headers` after `wait`.
+        rows, target_rows: Counts that may differ between ranks; readable from `headers` after `wait`, so with them
+            the host always waits for the headers.
         checksum: Of what must be the same on every rank; compared unless `compare_checksum` is False.
+        found: What a check of values found, if the host has not read it.
+        status: An int64 scalar: the class of an error that the host has not read, as a number, or 0.
+        opens: Whether the call begins with this exchange. Wait for it before any other collective.
+        may_fail: With `opens` False: whether a rank may have a fault here, in the middle of a call. Needs no larger
+            payload than an earlier exchange of the call.
 
     Collectives:
         One all-gather of 64 bytes and the shared size; one more if the payload is larger; on an error, one of 4 KiB
         with its words.
-        None at tp_size 1.
+        None in a group of one.
     """
 
     def __init__(
         self,
-        shard: VocabShard,
+        group: RankGroup,
         kind: str,
         call: str,
         *,
         payload: Tensor | None = None,
         fault: Exception | None = None,
-        rows: int = 0,
-        target_rows: int = 0,
+        rows: int | None = None,
+        target_rows: int | None = None,
         checksum: Tensor | int = 0,
         compare_checksum: bool = True,
+        found: Found | None = None,
+        status: Tensor | None = None,
+        opens: bool = True,
+        may_fail: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self.shard, self.kind, self.call, self.fault = shard, kind, call, fault
-        self._compare_checksum = compare_checksum
+        self.group, self.kind, self.call, self.fault, self._opens = group, kind, call, fault, opens
         self._payload = payload if fault is None else None
         self.headers: list[list[int]] = []
-        if shard.tp_size == 1:
-            if fault is not None:
-                raise fault
-            self.headers = [[0, 0, rows, target_rows, 0, 0]]
+        if opens and group.within is None:
+            group.raise_deferred()
+        if group.size == 1:
+            self.headers = [[0, 0, rows or 0, target_rows or 0, 0, 0, -1, 0]]
+            _alone(group, fault, found)
             return
-        device = payload.device if payload is not None else device or device_of(shard)
-        sizes = shard.payload_sizes.setdefault(kind, deque([_FIRST_BYTES[kind]] * _WINDOW, maxlen=_WINDOW))
-        capacity = max(sizes)
-        self._need = self._payload.nbytes if self._payload is not None else 0
-        self._buffer = torch.zeros(_HEADER_BYTES + capacity, dtype=torch.uint8, device=device)
-        header = self._buffer[:_HEADER_BYTES].view(torch.int64)
-        words = [_signature(call), int(fault is not None), rows, target_rows, 0, self._need]
-        header[: len(words)] = torch.tensor(words)
-        header[_CHECKSUM] = checksum
-        if self._payload is not None and self._need <= capacity:
-            self._buffer[_HEADER_BYTES : _HEADER_BYTES + self._need] = _as_bytes(self._payload)
-        self._pending = all_gather(shard, self._buffer)
+        group.device = device = payload.device if payload is not None else device or device_of(group)
+        self._need = self._payload.nbytes if self._payload is not None else None
+        self._signature = signature(f"{call} {self._need}")
+        self._defers = group.defers(device)
+        self._expected = group.habit.expected() if self._defers and opens else None
+        if opens:
+            expected = self._expected is not None and self._expected.signature == self._signature
+        else:
+            expected = not may_fail or group.habit.known
+        self._trusts = self._defers and fault is None and rows is None and target_rows is None and expected
+        self._verdict = Verdict(
+            call, group.rank, fault, found, compare_checksum,
+            None if self._expected is None else (self._expected.call, self._expected.signature),
+        )  # fmt: skip
+        self._sizes = _sizes(group, kind)
+        self._capacity = max(self._sizes)
+        self._buffer = torch.zeros(HEADER_BYTES + self._capacity, dtype=torch.uint8, device=device)
+        self._fill_header(rows or 0, target_rows or 0, checksum, status)
+        if self._payload is not None and self._need is not None and self._need <= self._capacity:
+            self._buffer[HEADER_BYTES : HEADER_BYTES + self._need] = _as_bytes(self._payload)
+        self._start()
+
+    def _fill_header(self, rows: int, target_rows: int, checksum: Tensor | int, status: Tensor | None) -> None:
+        header = self._buffer[:HEADER_BYTES].view(torch.int64)
+        code = 0 if self.fault is None else class_code(type(self.fault))
+        words = (self._signature, code, rows, target_rows, 0, int(self._trusts))
+        header.copy_(constant_header(self.group, words, header.device))
+        if isinstance(checksum, Tensor):
+            header[CHECKSUM].copy_(checksum)
+        else:
+            header[CHECKSUM].fill_(checksum)
+        if self._verdict.found is not None:
+            header[FOUND_ROW:].copy_(self._verdict.found.words)
+        if status is not None:
+            header[FAULT].copy_(status)
+
+    def _start(self) -> None:
+        habit = self.group.habit
+        call = habit.current  # what it notes is this exchange, not the all-gathers that it is made of
+        habit.current = None
+        self._pending = all_gather(self.group, self._buffer)
+        self._rest: Pending | None = None
+        if self._trusts:
+            self._agree()
+        if not self._opens:
+            habit.current = call
+            habit.note(Step("exchange", kind=self.kind, need=self._need))
+
+    def _agree(self) -> None:
+        """The ranks make one call, or this rank takes it that they do."""
+        habit = self.group.habit
+        if self._payload is not None and self._need is not None:
+            self._sizes.append(self._need)
+            if self._need > self._capacity:
+                call, habit.current = habit.current, None
+                self._rest = all_gather(self.group, _as_bytes(self._payload))
+                habit.current = call
+        if self._defers and self._opens:
+            known = self._expected if self._trusts else None
+            habit.begin(known or Plan(self.call, self._signature, self.kind, self._need), known is not None)
 
     def wait(self) -> Tensor:
         """All payloads in rank order, `[tp, *payload.shape]`; or the error that some rank has, on every rank."""
-        if self.shard.tp_size == 1:
+        if self.group.size == 1:
             return self._payload[None] if self._payload is not None else torch.empty(0)
         gathered = self._pending.wait()
-        self.headers = gathered[:, :_HEADER_BYTES].contiguous().view(torch.int64).tolist()
-        self._raise_if_any()
-        if self._payload is None:
-            return gathered[:, _HEADER_BYTES:]
-        self.shard.payload_sizes[self.kind].append(self._need)
-        if self._need > len(self._buffer) - _HEADER_BYTES:
-            payloads = all_gather(self.shard, _as_bytes(self._payload)).wait()
+        headers = gathered[:, :HEADER_BYTES].contiguous().view(torch.int64)
+        if self._trusts:
+            self.group.unread.add(headers, self._verdict.error, self._verdict.code)
         else:
-            payloads = gathered[:, _HEADER_BYTES : _HEADER_BYTES + self._need].contiguous()
-        return payloads.view(self._payload.dtype).view(self.shard.tp_size, *self._payload.shape)
+            self.headers = headers.tolist()
+            self._raise_if_any()
+            self._agree()
+        if self._payload is None or self._need is None:
+            return gathered[:, HEADER_BYTES:]
+        if self._rest is not None:
+            payloads = self._rest.wait()
+        else:
+            payloads = gathered[:, HEADER_BYTES : HEADER_BYTES + self._need].contiguous()
+        return payloads.view(self._payload.dtype).view(self.group.size, *self._payload.shape)
 
     def _raise_if_any(self) -> None:
         """Same headers, same decision on every rank; the words follow in one more all-gather."""
-        faulty = [rank for rank, header in enumerate(self.headers) if header[_FAULT]]
-        disagree = any(header[_SIGNATURE] != self.headers[0][_SIGNATURE] for header in self.headers)
-        if faulty:
-            words = f"{type(self.fault).__name__}\n{self.fault}" if self.fault is not None else ""
-            class_name, _, message = _gather_words(self.shard, words)[faulty[0]].partition("\n")
-            error = rebuild(class_name, f"{message} [found by rank {', '.join(map(str, faulty))} of the group]")
-            raise error from self.fault
-        if disagree:
-            calls = _gather_words(self.shard, self.call)
-            table = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-            raise LayoutMismatchError(
-                f"the ranks of the group disagree. {table}. All ranks of a vocabulary-parallel group must make the "
-                "same call on the same rows; likely they read different batches, or one slices its rows (see "
-                "sequence_parallel)."
-            )
-        if self._compare_checksum:
-            self.require_equal_checksums()
+        others_go_on = any(header[TRUSTS] for header in self.headers)
+        error = self._verdict.error(self.headers, None if others_go_on else self._gather_words)
+        if error is None:
+            return
+        if others_go_on:
+            self._go_along()
+        if self._defers:
+            self.group.raise_deferred()  # an earlier error comes first, as on ranks that raise later
+            self.group.unread.forget()
+        raise error from self.fault
 
-    def require_equal_checksums(self) -> None:
-        """Raises on every rank if what should be replicated (token ids, targets) differs."""
-        checksums = [header[_CHECKSUM] for header in self.headers]
-        if any(checksum != checksums[0] for checksum in checksums):
-            odd = next(rank for rank, checksum in enumerate(checksums) if checksum != checksums[0])
-            raise LayoutMismatchError(
-                f"rank 0 and rank {odd} of the group passed different token ids to {self.call}. The ids must be the "
-                "same on every rank of a vocabulary-parallel group: shard the data loader over the data-parallel "
-                "ranks only."
-            )
+    def _gather_words(self, words: str) -> list[str]:
+        encoded = words.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._buffer.device)
+        gathered = all_gather(self.group, sent).wait().cpu()
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
+
+    def _go_along(self) -> None:
+        """Issues the collectives that the other ranks issue after this one, so that none of them waits in vain."""
+        left = self.group.habit.left() if not self._opens else []
+        opening = None
+        if self._opens and self._expected is not None:
+            opening = Step("exchange", kind=self._expected.kind, need=self._expected.need)
+            left = [opening, *self._expected.steps]
+        self.group.habit.end()
+        for step in left:
+            if step.name != "exchange":
+                repeat(self.group, step)
+                continue
+            sizes = _sizes(self.group, step.kind)
+            capacity = self._capacity if step is opening else max(sizes)
+            sent = self._buffer.new_zeros(HEADER_BYTES + capacity)
+            if step is not opening:  # in that one this rank took part
+                all_gather(self.group, sent).wait()
+            if step.need is None:
+                continue
+            sizes.append(step.need)
+            if step.need > capacity:
+                all_gather(self.group, sent.new_zeros(step.need)).wait()
 
     @property
     def rows(self) -> list[int]:
         """Each rank's `rows`, in rank order."""
-        return [header[_ROWS] for header in self.headers]
+        return [header[ROWS] for header in self.headers]
 
     @property
     def target_rows(self) -> list[int]:
-        return [header[_TARGET_ROWS] for header in self.headers]
+        return [header[TARGET_ROWS] for header in self.headers]
+
+    def require_equal_checksums(self) -> None:
+        """Raises on every rank if what should be replicated (token ids, targets) differs."""
+        error = self._verdict.different_ids(self.headers)
+        if error is not None:
+            raise error
 
 
-def checksum(ids: Tensor) -> Tensor:
-    """Order-sensitive 64-bit sum of integer ids, on their device (no synchronisation)."""
-    flat = ids.reshape(-1).to(torch.int64)
-    return ((flat + 1) * (2 * torch.arange(len(flat), device=flat.device) + 1)).sum()
+def _alone(group: RankGroup, fault: Exception | None, found: Found | None) -> None:
+    """What is left of an exchange in a group of one."""
+    if fault is not None:
+        raise fault
+    if found is not None:
+        describe = found.describe
+        judge(group, found.words, found.error, lambda words: describe(*words))
 
 
-def _signature(call: str) -> int:
-    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little", signed=True)
+def _sizes(group: RankGroup, kind: str) -> deque[int]:
+    """The payload bytes of the last exchanges of a kind."""
+    return group.payload_sizes.setdefault(kind, deque([_FIRST_BYTES[kind]] * _WINDOW, maxlen=_WINDOW))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _gather_words(shard: VocabShard, words: str) -> list[str]:
-    encoded = words.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device_of(shard))
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in all_gather(shard, sent).wait().cpu()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vocab_parallel.deferral import Found, first_row
 from vocab_parallel.errors import LayoutMismatchError, TargetRangeError, TokenRangeError, UngatheredWeightError
 from vocab_parallel.shard import VocabShard
 
@@ -67,41 +68,94 @@ def check_head(input: object, weight: Tensor, bias: Tensor | None, shard: VocabS
 
 
 def check_target(target: object, shard: VocabShard, ignore_index: int) -> None:
-    """Raises for the first target that is neither a real id nor `ignore_index`."""
+    """Raises for the first target that is neither a real id nor `ignore_index`.
+
+    Where errors are deferred only for the wrong dtype: then `target_found` says the rest.
+    """
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
         got = str(target.dtype) if isinstance(target, Tensor) else type(target).__name__
         raise LayoutMismatchError(f"target must hold integer token ids (int64), got {got}")
+    if not shard.defers(target.device):
+        _raise_first(_target_found(target, shard, ignore_index))
+
+
+def target_found(target: Tensor, shard: VocabShard, ignore_index: int) -> Found | None:
+    """The first target that is neither a real id nor `ignore_index`, unread; None where `check_target` has read it."""
+    return _target_found(target, shard, ignore_index) if shard.defers(target.device) else None
+
+
+def _target_found(target: Tensor, shard: VocabShard, ignore_index: int) -> Found:
     flat = target.reshape(-1).to(torch.int64)
     bad = ((flat < 0) | (flat >= shard.vocab_size)) & (flat != ignore_index)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0, 0])
-        value = int(flat[row])
+    vocab_size, padded_size = shard.vocab_size, shard.layout.padded_size
+
+    def describe(row: int, value: int) -> Exception:
         cause = (
             "it is the row of a padding id, which is storage and not vocabulary"
-            if shard.vocab_size <= value < shard.layout.padded_size
+            if vocab_size <= value < padded_size
             else "likely a tokenizer with another vocabulary, or a padding label that is not ignore_index"
         )
-        raise TargetRangeError(
-            f"target {value} at row {row} is outside [0, {shard.vocab_size}) and is not ignore_index {ignore_index}: "
+        return TargetRangeError(
+            f"target {value} at row {row} is outside [0, {vocab_size}) and is not ignore_index {ignore_index}: "
             f"{cause}. Rows to leave out must hold ignore_index."
         )
 
+    return Found(_first(bad, flat), TargetRangeError, describe)
+
 
 def check_embedding(input: object, weight: Tensor, shard: VocabShard, padding_idx: int | None) -> None:
-    """Raises unless `input` holds real ids and `weight` is this shard's."""
+    """Raises unless `input` holds real ids and `weight` is this shard's.
+
+    Where errors are deferred it looks at dtypes and shapes only: then `ids_found` says the rest.
+    """
     check_weight(weight, shard)
     if not isinstance(input, Tensor) or input.dtype not in (torch.int64, torch.int32):
         got = str(input.dtype) if isinstance(input, Tensor) else type(input).__name__
         raise LayoutMismatchError(f"input must hold integer token ids (int64 or int32), got {got}")
     if padding_idx is not None and not 0 <= padding_idx < shard.vocab_size:
         raise TokenRangeError(f"padding_idx {padding_idx} is outside [0, {shard.vocab_size})")
+    if shard.defers(input.device):
+        return
     flat = input.reshape(-1)
-    bad = (flat < 0) | (flat >= shard.vocab_size)
+    bad = _outside(flat, shard)
     if bool(bad.any()):
         rows = bad.nonzero()[:4, 0].tolist()
         named = ", ".join(f"{int(flat[row])} at position {row}" for row in rows)
-        raise TokenRangeError(
-            f"token ids outside [0, {shard.vocab_size}): {named} ({int(bad.sum())} in all). Ids up to "
-            f"{shard.layout.padded_size} have storage but are no vocabulary; likely the tokenizer and the model "
-            "disagree on the vocabulary."
-        )
+        raise _id_error(f"{named} ({int(bad.sum())} in all)", shard.vocab_size, shard.layout.padded_size)
+
+
+def ids_found(input: Tensor, shard: VocabShard) -> Found | None:
+    """The first id that is not real, unread; None where `check_embedding` has read it."""
+    if not shard.defers(input.device):
+        return None
+    flat = input.reshape(-1).to(torch.int64)
+    vocab_size, padded_size = shard.vocab_size, shard.layout.padded_size
+
+    def describe(row: int, value: int) -> Exception:
+        return _id_error(f"the first is {value} at position {row}", vocab_size, padded_size)
+
+    return Found(_first(_outside(flat, shard), flat), TokenRangeError, describe)
+
+
+def _outside(flat: Tensor, shard: VocabShard) -> Tensor:
+    return (flat < 0) | (flat >= shard.vocab_size)
+
+
+def _id_error(named: str, vocab_size: int, padded_size: int) -> Exception:
+    return TokenRangeError(
+        f"token ids outside [0, {vocab_size}): {named}. Ids up to {padded_size} have storage but are no vocabulary; "
+        "likely the tokenizer and the model disagree on the vocabulary."
+    )
+
+
+def _first(bad: Tensor, values: Tensor) -> Tensor:
+    """The first row where `bad`, or -1, and its value: int64 `[2]` on their device."""
+    row = first_row(bad)[None]
+    padded = torch.cat([values, values.new_zeros(1)])  # at index -1, and where there are no rows
+    return torch.cat([row, padded.index_select(0, row % len(padded))])
+
+
+def _raise_first(found: Found) -> None:
+    row, value = found.words.tolist()
+    if row >= 0:
+        raise found.describe(row, value)

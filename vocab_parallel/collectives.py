@@ -1,4 +1,7 @@
-"""The only caller of `torch.distributed` tensor collectives. Each is counted; each autograd one names its adjoint."""
+"""The only caller of `torch.distributed` tensor collectives. Each is counted; each autograd one names its adjoint.
+
+A backward first raises what forward left unread (see `deferral`): a rank that knows of an error issues nothing more.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vocab_parallel.deferral import Step
 from vocab_parallel.errors import CollectiveError
-from vocab_parallel.shard import VocabShard
+from vocab_parallel.shard import RankGroup, VocabShard
 
 # Renamed in torch 2.13, where the old names warn.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -20,8 +24,8 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 class Pending:
     """A collective in flight. `wait` returns its result; a failure names the collective and this rank."""
 
-    def __init__(self, name: str, shard: VocabShard, result: Tensor, work: Any, keep: Tensor | None = None) -> None:
-        self._name, self._shard, self._result, self._work, self._keep = name, shard, result, work, keep
+    def __init__(self, name: str, group: RankGroup, result: Tensor, work: Any, keep: Tensor | None = None) -> None:
+        self._name, self._group, self._result, self._work, self._keep = name, group, result, work, keep
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -29,7 +33,7 @@ class Pending:
                 self._work.wait()
             except RuntimeError as error:
                 raise CollectiveError(
-                    f"{self._name} failed on rank {self._shard.rank} of the {self._shard.tp_size} ranks that share the "
+                    f"{self._name} failed on rank {self._group.rank} of the {self._group.size} ranks that share the "
                     f"vocabulary: {error}. Likely another rank ended or made a different call; its log has the first "
                     "error."
                 ) from error
@@ -37,63 +41,84 @@ class Pending:
         return self._result
 
 
-def _start(name: str, shard: VocabShard, sent: int, result: Tensor, keep: Tensor, issue: Callable[[], Any]) -> Pending:
-    shard.traffic.add(name, sent)
+def _start(name: str, group: RankGroup, sent: int, result: Tensor, keep: Tensor, issue: Callable[[], Any]) -> Pending:
+    group.traffic.add(name, sent)
+    group.habit.note(Step(name, tuple(keep.shape), keep.dtype, keep.device))
     try:
-        return Pending(name, shard, result, issue(), keep)
+        return Pending(name, group, result, issue(), keep)
     except RuntimeError as error:
-        raise CollectiveError(f"{name} could not start on rank {shard.rank} of the group: {error}") from error
+        raise CollectiveError(f"{name} could not start on rank {group.rank} of the group: {error}") from error
 
 
-def all_gather(shard: VocabShard, x: Tensor) -> Pending:
+def all_gather(group: RankGroup, x: Tensor) -> Pending:
     """Starts gathering equal-shaped `x` from all ranks: `[tp, *x.shape]` in rank order."""
-    if shard.tp_size == 1:
-        return Pending("all_gather", shard, x[None], None)
+    if group.size == 1:
+        return Pending("all_gather", group, x[None], None)
     x = x.contiguous()
-    flat = x.new_empty(shard.tp_size * x.numel())
-    out = flat.view(shard.tp_size, *x.shape)
-    sent = x.nbytes * (shard.tp_size - 1)
+    flat = x.new_empty(group.size * x.numel())
+    out = flat.view(group.size, *x.shape)
+    sent = x.nbytes * (group.size - 1)
     return _start(
-        "all_gather", shard, sent, out, x,
-        lambda: getattr(dist, _ALL_GATHER)(flat, x.view(-1), group=shard.group, async_op=True),
+        "all_gather", group, sent, out, x,
+        lambda: getattr(dist, _ALL_GATHER)(flat, x.view(-1), group=group.group, async_op=True),
     )  # fmt: skip
 
 
-def all_reduce_(shard: VocabShard, x: Tensor) -> Pending:
+def all_reduce_(group: RankGroup, x: Tensor) -> Pending:
     """Starts summing contiguous `x` over the ranks, in place; the same bits on every rank."""
-    if shard.tp_size == 1:
-        return Pending("all_reduce", shard, x, None)
-    sent = 2 * x.nbytes * (shard.tp_size - 1) // shard.tp_size
-    return _start("all_reduce", shard, sent, x, x, lambda: dist.all_reduce(x, group=shard.group, async_op=True))
+    if group.size == 1:
+        return Pending("all_reduce", group, x, None)
+    sent = 2 * x.nbytes * (group.size - 1) // group.size
+    return _start("all_reduce", group, sent, x, x, lambda: dist.all_reduce(x, group=group.group, async_op=True))
 
 
-def reduce_scatter(shard: VocabShard, x: Tensor) -> Pending:
+def reduce_scatter(group: RankGroup, x: Tensor) -> Pending:
     """Starts summing `x` `[tp * n, ...]` over the ranks and keeping this rank's block: `[n, ...]`."""
-    if shard.tp_size == 1:
-        return Pending("reduce_scatter", shard, x, None)
+    if group.size == 1:
+        return Pending("reduce_scatter", group, x, None)
     x = x.contiguous()
-    out = x.new_empty(x.shape[0] // shard.tp_size, *x.shape[1:])
-    sent = x.nbytes * (shard.tp_size - 1) // shard.tp_size
+    out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    sent = x.nbytes * (group.size - 1) // group.size
     return _start(
-        "reduce_scatter", shard, sent, out, x,
-        lambda: getattr(dist, _REDUCE_SCATTER)(out, x, group=shard.group, async_op=True),
+        "reduce_scatter", group, sent, out, x,
+        lambda: getattr(dist, _REDUCE_SCATTER)(out, x, group=group.group, async_op=True),
     )  # fmt: skip
 
 
-def gather_rows(shard: VocabShard, x: Tensor, rows: list[int]) -> Tensor:
+def all_to_all(group: RankGroup, x: Tensor) -> Pending:
+    """Starts sending block r of `x` `[tp * n, ...]` to rank r: `[tp * n, ...]`, the blocks that the ranks sent here."""
+    if group.size == 1:
+        return Pending("all_to_all", group, x, None)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    sent = x.nbytes * (group.size - 1) // group.size
+    return _start(
+        "all_to_all", group, sent, out, x, lambda: dist.all_to_all_single(out, x, group=group.group, async_op=True)
+    )
+
+
+def repeat(group: RankGroup, step: Step) -> None:
+    """Issues a collective like `step`, of zeros."""
+    collectives = {
+        "all_gather": all_gather, "all_reduce": all_reduce_, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all,
+    }  # fmt: skip
+    collectives[step.name](group, torch.zeros(step.shape, dtype=step.dtype, device=step.device)).wait()
+
+
+def gather_rows(group: RankGroup, x: Tensor, rows: list[int]) -> Tensor:
     """The ranks' `x` `[rows[rank], ...]` in rank order: `[sum(rows), ...]`. One all-gather of `max(rows)`."""
-    if shard.tp_size == 1:
+    if group.size == 1:
         return x
-    blocks = all_gather(shard, pad_rows(x, max(rows))).wait()
+    blocks = all_gather(group, pad_rows(x, max(rows))).wait()
     return torch.cat([blocks[rank, :count] for rank, count in enumerate(rows)])
 
 
-def scatter_rows(shard: VocabShard, x: Tensor, rows: list[int]) -> Tensor:
+def scatter_rows(group: RankGroup, x: Tensor, rows: list[int]) -> Tensor:
     """Sums `x` `[sum(rows), ...]` over the ranks, keeps this rank's rows: `[rows[rank], ...]`. One reduce-scatter."""
-    if shard.tp_size == 1:
+    if group.size == 1:
         return x
     blocks = torch.cat([pad_rows(block, max(rows)) for block in torch.split(x, rows)])
-    return reduce_scatter(shard, blocks).wait()[: rows[shard.rank]]
+    return reduce_scatter(group, blocks).wait()[: rows[group.rank]]
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
@@ -107,6 +132,7 @@ def gather_vocab(shard: VocabShard, local: Tensor, dim: int = 0) -> Tensor:
     Collectives:
         One all-gather of `local`.
     """
+    shard.habit.end()  # not a part of the call before
     blocks = all_gather(shard, local.detach().movedim(dim, 0)).wait()
     return blocks.flatten(0, 1)[: shard.vocab_size].movedim(0, dim)
 
@@ -121,11 +147,13 @@ class SumOverShards(torch.autograd.Function):
     """Forward: all-reduce sum. Adjoint: identity, for a gradient that is the same on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shard: RankGroup) -> Tensor:
+        ctx.shard = shard
         return all_reduce_(shard, x.clone(memory_format=torch.contiguous_format)).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.shard.raise_deferred()
         return grads[0], None
 
 
@@ -133,12 +161,13 @@ class CopyToShards(torch.autograd.Function):
     """Forward: identity on what every rank holds. Adjoint: all-reduce sum of the ranks' partial gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shard: RankGroup) -> Tensor:
         ctx.shard = shard
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.shard.raise_deferred()
         return all_reduce_(ctx.shard, grads[0].clone(memory_format=torch.contiguous_format)).wait(), None
 
 
@@ -146,13 +175,14 @@ class GatherRows(torch.autograd.Function):
     """Forward: `gather_rows`. Adjoint: `scatter_rows` of the ranks' partial gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: VocabShard, rows: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shard: RankGroup, rows: list[int]) -> Tensor:
         ctx.shard, ctx.rows = shard, rows
         gathered = gather_rows(shard, x, rows)
         return gathered.view_as(gathered) if gathered is x else gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.shard.raise_deferred()
         return scatter_rows(ctx.shard, grads[0], ctx.rows), None, None
 
 
@@ -160,11 +190,12 @@ class ScatterRows(torch.autograd.Function):
     """Forward: `scatter_rows`. Adjoint: `gather_rows`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: VocabShard, rows: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shard: RankGroup, rows: list[int]) -> Tensor:
         ctx.shard, ctx.rows = shard, rows
         scattered = scatter_rows(shard, x, rows)
         return scattered.view_as(scattered) if scattered is x else scattered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.shard.raise_deferred()
         return gather_rows(ctx.shard, grads[0], ctx.rows), None, None

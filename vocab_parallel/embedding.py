@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vocab_parallel.agreement import Exchange, capture, checksum
-from vocab_parallel.arguments import check_embedding
+from vocab_parallel.arguments import check_embedding, ids_found
 from vocab_parallel.collectives import ScatterRows, SumOverShards, apply
 from vocab_parallel.shard import VocabShard
 
@@ -51,7 +51,9 @@ def vocab_parallel_embedding(
         f"{sequence_parallel=}, "
         f"gradient {'wanted' if torch.is_grad_enabled() and weight.requires_grad else 'not wanted'})"
     )
-    exchange = Exchange(shard, "header", call, checksum=checksum(input), device=weight.device)
+    exchange = Exchange(
+        shard, "header", call, checksum=checksum(input), found=ids_found(input, shard), device=weight.device
+    )
     owned = (input >= shard.start) & (input < shard.stop)
     local = torch.where(owned, input - shard.start, 0)
     skip = padding_idx - shard.start if padding_idx is not None and shard.start <= padding_idx < shard.stop else None

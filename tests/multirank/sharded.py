@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import pytest
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.multirank.shared_world import Batch
-from tests.tolerances import bits, require_close, require_equal
-from vocab_parallel import VocabLayout, VocabShard, cross_entropy, linear_cross_entropy, reference
+from tests.tolerances import RELATIVE, bits, require_close, require_equal
+from vocab_parallel import VocabLayout, VocabShard, loss, reference
 
 TP = pytest.mark.parametrize("tp", [1, 2, 3, 4])
 
@@ -25,11 +25,19 @@ SPREADS = {
 }
 
 
-@dataclass(frozen=True)
+OUTPUTS = ("logprob", "entropy", "lse", "argmax", "correct", "margin")
+SOFTMAX_OPTIONS = ("softcap", "temperature", "ignore_index")
+
+# Per-row tensors that follow the target: under sequence parallelism of this rank's rows, or of all.
+BY_TARGET = ("target", "upstream", "row_weight", "old", "advantage")
+
+
+@dataclass(frozen=True, repr=False)
 class Case:
     """One call of a loss. `name` is the test's id."""
 
     name: str
+    function: str = "cross_entropy"  # or "kl_div", "token_logprobs", or "row_loss" of `surrogate`
     linear: bool = True
     vocab: int = 9
     multiple_of: int = 1
@@ -41,19 +49,47 @@ class Case:
     spread: str | None = None  # a key of SPREADS: sequence-parallel rows
     target_local: bool = True  # under sequence parallelism: this rank's targets, or all
     ignored: str = "some"  # "some", "none" or "all" rows
+    every_id: bool = False  # target the ids in turn, the edges of every shard among them
+    soft: bool = False  # the target is a distribution; under sequence parallelism of all rows
+    weighted: bool = False  # with a row_weight, some of it zero or negative
+    masked: tuple[int, ...] = ()  # ids with a logit of -inf in every row (from the bias, if linear); never targets
     frozen: tuple[str, ...] = ()  # of "input", "weight", "bias"
     upstream_one: bool = False  # the gradient of the loss: all ones, else arbitrary with zeros among it
     scale: float = 2.0  # standard deviation of the logits
     offset: float = 0.0  # added to all logits of a row
+    grid: float | None = None  # all values are rounded to multiples of this: equal logits become common
+    outputs: tuple[str, ...] = ()  # rows' outputs to ask for
     options: dict[str, Any] = field(default_factory=dict)  # of the loss itself
+    execution: dict[str, Any] = field(default_factory=dict)  # arguments that change how, not what, is computed
     seed: int = 0
+
+    def __repr__(self) -> str:
+        """What can be pasted into a test: the fields that are not their defaults."""
+        given = []
+        for one in fields(self):
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            if getattr(self, one.name) != default:
+                given.append(f"{one.name}={getattr(self, one.name)!r}")
+        return f"Case({', '.join(given)})"
 
     @property
     def names(self) -> list[str]:
         return ["input", *(["weight"] if self.linear else []), *(["bias"] if self.bias else [])]
 
+    @property
+    def exact_scores(self) -> bool:
+        """Whether the scores are the same numbers in every dtype: then so is their order."""
+        return self.grid is not None and not {"softcap", "temperature"} & set(self.options)
+
     def rows(self, tp: int) -> list[int] | None:
         return SPREADS[self.spread](self.leading[0], tp) if self.spread else None
+
+
+def surrogate(rows: Any, old: Tensor, advantage: Tensor) -> Tensor:
+    """A clipped policy gradient with an entropy bonus and a penalty on lse: uses all that a row loss is given."""
+    ratio = (rows.logprob - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -gain - 0.1 * rows.entropy + 0.05 * rows.lse**2
 
 
 def both(name: str, **settings: Any) -> list[Case]:
@@ -78,25 +114,61 @@ def whole(case: Case) -> dict[str, Tensor]:
     tensors = {"input": normal(*case.leading, width) * (1.0 if case.linear else case.scale)}
     if case.linear:
         tensors["weight"] = normal(case.vocab, case.hidden) * case.scale / case.hidden**0.5
-        if case.offset:  # through one constant hidden feature
-            tensors["input"][..., 0], tensors["weight"][:, 0] = 1.0, case.offset
-    else:
-        tensors["input"] += case.offset
     if case.bias:
         tensors["bias"] = normal(case.vocab)
+    if case.grid:
+        tensors = {name: (tensor / case.grid).round() * case.grid for name, tensor in tensors.items()}
+    if not case.linear:
+        tensors["input"] += case.offset
+    elif case.offset:  # through one constant hidden feature
+        tensors["input"][..., 0], tensors["weight"][:, 0] = 1.0, case.offset
+    if case.masked:
+        tensors["bias" if case.linear else "input"][..., list(case.masked)] = -torch.inf
     tensors = {name: tensor.to(case.dtype) for name, tensor in tensors.items()}
+    tensors["target"] = _ids(case, draw)
+    wide = case.options.get("reduction", "mean") == "none" or case.function == "token_logprobs"
+    upstream = normal(*case.leading) if wide else normal()
+    if case.upstream_one:
+        upstream = torch.ones_like(upstream)
+    elif upstream.dim():
+        upstream[torch.rand(case.leading, generator=draw) < 0.3] = 0.0
+    if case.function == "token_logprobs":
+        upstream = torch.stack([upstream, 1.0 - upstream], -1)
+    tensors["upstream"] = upstream
+    if case.soft:
+        tensors["target"] = _distribution(case, draw)
+    if case.weighted:
+        weight = normal(*case.leading)
+        weight[torch.rand(case.leading, generator=draw) < 0.3] = 0.0
+        tensors["row_weight"] = weight.to(torch.promote_types(case.dtype, torch.float32))
+    if case.function == "row_loss":
+        floating = torch.promote_types(case.dtype, torch.float32)
+        tensors |= {"old": (normal(*case.leading) - 2.0).to(floating), "advantage": normal(*case.leading).to(floating)}
+    return tensors
+
+
+def _ids(case: Case, draw: torch.Generator) -> Tensor:
     target = torch.randint(0, case.vocab, case.leading, generator=draw)
+    if case.every_id:
+        target = torch.arange(target.numel()).view(case.leading) % case.vocab
+    allowed = torch.tensor([token for token in range(case.vocab) if token not in case.masked])
+    target = allowed[target % len(allowed)]
     ignore = case.options.get("ignore_index", -100)
     if case.ignored == "all":
         target.fill_(ignore)
     elif case.ignored == "some":
         target[torch.rand(case.leading, generator=draw) < 0.3] = ignore
-    upstream = normal(*case.leading) if case.options.get("reduction") == "none" else normal()
-    if case.upstream_one:
-        upstream = torch.ones_like(upstream)
-    elif upstream.dim():
-        upstream[torch.rand(case.leading, generator=draw) < 0.3] = 0.0
-    return tensors | {"target": target, "upstream": upstream}
+    return target
+
+
+def _distribution(case: Case, draw: torch.Generator) -> Tensor:
+    """Non-negative rows, zeros among them, whose sums are not 1."""
+    shape = (*case.leading, case.vocab)
+    q = torch.randn(shape, generator=draw, dtype=torch.float64).mul(2.0).softmax(-1)
+    q *= 0.5 + torch.rand(*case.leading, 1, generator=draw, dtype=torch.float64)
+    q[torch.rand(shape, generator=draw) < 0.2] = 0.0
+    q[..., list(case.masked)] = 0.0
+    return (q.log() if case.options.get("log_target") else q).to(torch.promote_types(case.dtype, torch.float32))
 
 
 def local(case: Case, tensors: dict[str, Tensor], shard: VocabShard) -> dict[str, Tensor]:
@@ -108,29 +180,34 @@ def local(case: Case, tensors: dict[str, Tensor], shard: VocabShard) -> dict[str
         mine["input"] = shard.slice(tensors["input"], -1, fill=float("nan"))
     if case.bias:
         mine["bias"] = shard.slice(tensors["bias"], 0, fill=float("nan"))
+    if case.soft:
+        mine["target"] = shard.slice(tensors["target"], -1, fill=float("nan"))
     rows = case.rows(shard.tp_size)
     if rows:
         start = sum(rows[: shard.rank])
-        for name in ["input", *(["target", "upstream"] if case.target_local else [])]:
-            if mine[name].dim():
+        for name in ["input", *(BY_TARGET if case.target_local else [])]:
+            if name in mine and mine[name].dim():
                 mine[name] = mine[name][start : start + rows[shard.rank]].contiguous()
     return mine
 
 
-def call(case: Case, mine: dict[str, Tensor], shard: VocabShard) -> Tensor:
-    """The sharded loss of this rank's tensors."""
-    if not case.linear:
-        return cross_entropy(mine["input"], mine["target"], shard=shard, **case.options)
-    return linear_cross_entropy(
-        mine["input"],
-        mine["weight"],
-        mine["target"],
-        shard=shard,
-        linear_bias=mine.get("bias"),
-        sequence_parallel=case.spread is not None,
-        chunk_size=case.chunk_size,
-        **case.options,
-    )
+def call(case: Case, mine: dict[str, Tensor], shard: VocabShard, outputs: Any = None) -> Tensor:
+    """The sharded loss of this rank's tensors; both results of `token_logprobs` as one tensor `[..., 2]`."""
+    arguments, options = [mine["input"]], dict(case.options)
+    if case.linear:
+        arguments.append(mine["weight"])
+        options |= {"linear_bias": mine.get("bias"), "sequence_parallel": case.spread is not None}
+        options |= {"chunk_size": case.chunk_size}
+    arguments.append(mine["target"])
+    if case.function == "row_loss":
+        arguments += [surrogate, mine["old"], mine["advantage"]]
+    if case.weighted:
+        options["row_weight"] = mine["row_weight"]
+    if outputs is not None:
+        options["outputs"] = outputs
+    function = getattr(loss, ("linear_" if case.linear else "") + case.function)
+    result = function(*arguments, shard=shard, **options, **case.execution)
+    return torch.stack(tuple(result), -1) if case.function == "token_logprobs" else result
 
 
 def run_case(rank: int, case: Case, group: Any = None) -> dict[str, Any]:
@@ -140,43 +217,60 @@ def run_case(rank: int, case: Case, group: Any = None) -> dict[str, Any]:
     before = {name: bits(tensor).clone() for name, tensor in mine.items()}
     for name in case.names:
         mine[name].requires_grad_(name not in case.frozen)
+    collectors = [loss.RowOutputs(*case.outputs) if case.outputs else None for _ in range(2)]
     with torch.no_grad():
-        silent = call(case, mine, shard)
-    loss = call(case, mine, shard)
-    upstream = mine["upstream"].to(loss.dtype)
+        silent = call(case, mine, shard, collectors[0])
+    value = call(case, mine, shard, collectors[1])
+    upstream = mine["upstream"].to(value.dtype)
     trained = [mine[name] for name in case.names if name not in case.frozen]
     names = [name for name in case.names if name not in case.frozen]
-    result: dict[str, Any] = {"loss": loss.detach().clone(), "no_grad": silent, "valid": shard.num_valid}
+    result: dict[str, Any] = {"loss": value.detach().clone(), "no_grad": silent, "valid": shard.num_valid}
+    result["outputs"] = [{name: getattr(one, name) for name in OUTPUTS} for one in collectors if one is not None]
     if trained:
-        first = torch.autograd.grad(loss, trained, upstream, retain_graph=True)
+        first = torch.autograd.grad(value, trained, upstream, retain_graph=True)
         first, given = [gradient.clone() for gradient in first], first
         for gradient in given:
             gradient.zero_()  # as clipping or an optimizer may: what is saved for the next backward must not be this
-        second = torch.autograd.grad(loss, trained, upstream)
+        second = torch.autograd.grad(value, trained, upstream)
         result |= {f"d_{name}": gradient for name, gradient in zip(names, first, strict=True)}
         result |= {f"again_{name}": gradient for name, gradient in zip(names, second, strict=True)}
     result["modified"] = [name for name, saved in before.items() if not torch.equal(bits(mine[name]), saved)]
-    result["loss_after"] = loss.detach().clone()
+    result["loss_after"] = value.detach().clone()
     return result
 
 
 def oracle(case: Case) -> dict[str, Tensor]:
     """The same on whole tensors in float64."""
-    tensors = whole(case)
+    tensors = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in whole(case).items()}
     for name in case.names:
-        tensors[name] = tensors[name].double().requires_grad_(name not in case.frozen)
+        tensors[name].requires_grad_(name not in case.frozen)
+    scores = tensors["input"]
     if case.linear:
-        loss = reference.linear_cross_entropy(
-            tensors["input"], tensors["weight"], tensors["target"], bias=tensors.get("bias"), **case.options
-        )
-    else:
-        loss = reference.cross_entropy(tensors["input"], tensors["target"], **case.options)
+        scores = reference.logits(tensors["input"], tensors["weight"], tensors.get("bias"))
+    value = unsharded(case, scores, tensors)
+    result = {"loss": value.detach()}
     names = [name for name in case.names if name not in case.frozen]
-    result = {"loss": loss.detach()}
     if names:
-        gradients = torch.autograd.grad(loss, [tensors[name] for name in names], tensors["upstream"])
+        gradients = torch.autograd.grad(value, [tensors[name] for name in names], tensors["upstream"])
         result |= {f"d_{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
+    if case.outputs:
+        ids = tensors["target"] if not case.soft else torch.zeros(case.leading, dtype=torch.int64)
+        softmax = {name: case.options[name] for name in SOFTMAX_OPTIONS if name in case.options}
+        rows = reference.row_outputs(scores.detach(), ids, **softmax)
+        result |= {f"out_{name}": getattr(rows, name) for name in case.outputs}
     return result
+
+
+def unsharded(case: Case, logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    """The oracle's loss."""
+    target, options = tensors["target"], dict(case.options)
+    if case.weighted:
+        options["row_weight"] = tensors["row_weight"]
+    if case.function == "token_logprobs":
+        return torch.stack(reference.token_logprobs(logits, target, **options), -1)
+    if case.function == "row_loss":
+        return reference.row_loss(logits, target, surrogate, tensors["old"], tensors["advantage"], **options)
+    return getattr(reference, case.function)(logits, target, **options)
 
 
 def compare(case: Case, ranks: list[dict[str, Any]], expected: dict[str, Tensor]) -> None:
@@ -189,18 +283,59 @@ def compare(case: Case, ranks: list[dict[str, Any]], expected: dict[str, Tensor]
             if name not in case.frozen:
                 require_equal(f"second backward, d_{name}", [result[f"d_{name}"], result[f"again_{name}"]])
                 assert result[f"d_{name}"].dtype == case.dtype, f"d_{name} is {result[f'd_{name}'].dtype}"
+        result |= _outputs(case, rank, result["outputs"])
     whole_values = {key: assemble(case, key, ranks) for key in expected}
     loss_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
     assert whole_values["loss"].dtype == loss_dtype
     for key, value in whole_values.items():
-        require_close(key, value, expected[key], case.dtype)
+        if key in ("out_argmax", "out_correct") and not case.exact_scores:
+            require_choice(case, key, value)
+        elif key in ("out_argmax", "out_correct"):
+            require_equal(key, [expected[key].clone(memory_format=torch.contiguous_format), value])
+        else:
+            require_close(key, value, expected[key], case.dtype)
+
+
+def _outputs(case: Case, rank: int, collected: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """What a collector holds, by the keys of `oracle`: what was asked for, with and without grad the same, detached."""
+    for name in OUTPUTS if collected else ():
+        silent, value = (one[name] for one in collected)
+        if name not in case.outputs:
+            assert silent is None and value is None, f"{name} was not asked for: {value}"
+            continue
+        require_equal(f"output {name} without grad on rank {rank}", [value, silent])
+        assert not value.requires_grad, f"output {name} is not detached"
+        floating = torch.float64 if case.dtype == torch.float64 else torch.float32
+        dtype = {"argmax": torch.int64, "correct": torch.bool}.get(name, floating)
+        assert value.dtype == dtype, f"output {name} is {value.dtype}"
+    return {f"out_{name}": collected[1][name] for name in case.outputs}
+
+
+def require_choice(case: Case, key: str, got: Tensor) -> None:
+    """Where scores are rounded: an argmax whose score is the largest, and correct rows, up to the rounding."""
+    tensors = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in whole(case).items()}
+    logits = tensors["input"]
+    if case.linear:
+        logits = reference.logits(logits, tensors["weight"], tensors.get("bias"))
+    scores = reference.scores(logits, case.options.get("softcap"), case.options.get("temperature", 1.0))
+    finite = scores[scores.isfinite()].abs()
+    slack = RELATIVE[case.dtype] * max(1.0, finite.max().item() if finite.numel() else 1.0)
+    below = scores.amax(-1, keepdim=True) - scores
+    if key == "out_argmax":
+        assert bool((below.gather(-1, got[..., None]) <= slack).all()), f"{key}: {got} where scores are\n{scores}"
+        return
+    target, valid = tensors["target"], tensors["target"] != case.options.get("ignore_index", -100)
+    target_below = below.gather(-1, torch.where(valid, target, 0)[..., None])[..., 0]
+    others = below.scatter(-1, torch.where(valid, target, 0)[..., None], torch.inf).amin(-1)
+    assert not bool((got & (~valid | (target_below > slack))).any()), f"{key}: {got} where scores are\n{scores}"
+    assert not bool((~got & valid & (others > slack)).any()), f"{key}: {got} where scores are\n{scores}"
 
 
 def assemble(case: Case, key: str, ranks: list[dict[str, Any]]) -> Tensor:
     """The whole tensor from the ranks' parts. Replicated ones must agree in every bit, padding must be zero."""
     parts = [result[key] for result in ranks]
     by_rows = case.spread is not None
-    if key == "loss":
+    if key == "loss" or key.startswith("out_"):
         if by_rows and case.target_local and parts[0].dim():
             return torch.cat(parts)
     elif key == "d_input" and case.linear:
@@ -225,6 +360,9 @@ class Cases(Batch):
 
     def check(self, case: Case, tp: int) -> list[dict[str, Any]]:
         """Compares one case on `tp` ranks with the oracle, and returns what the ranks had."""
-        ranks = self(tp, case)
-        compare(case, ranks, oracle(case))
+        try:
+            ranks = self(tp, case)
+            compare(case, ranks, oracle(case))
+        except AssertionError as error:
+            raise AssertionError(f"{error}\non {tp} ranks: {case!r}") from None
         return ranks

@@ -15,6 +15,8 @@ COMMANDS = {
     "train": "pretrain a small language model, checked step by step against a single-rank oracle",
     "generate": "continue a prompt from a run folder",
     "doctor": "print environment and layout, and test every operation on the ranks it runs on",
+    "plan": "predict time, memory and bytes of each schedule of the loss, with advice",
+    "bench": "time the loss against other libraries and the bare matrix products, with memory and collectives",
     "report": "rebuild a run folder's report.html",
 }
 

@@ -1,11 +1,11 @@
-"""The gradients of the fused loss, chunk by chunk, from unnormalised exponentials.
+"""From a row's five coefficients (see `objective`) to the gradients of logits, hidden states, weight and bias.
 
-With `e = exp(z - m)` on this shard, `alpha = exp(m - M) / S`, and the target distribution `uniform` everywhere plus
-`on_target` on the target, the gradient of a row's logits is
+Two ways. *Dense*: form `dz` in float32, block by block, write it over the logits, and multiply. *Unnormalised*: with
+`e = exp(z - m)` of this shard and `alpha = a exp(m - M) / S`,
 
-    dz = g (alpha e - uniform - on_target [v = target])
+    dz = alpha e + (dz at the target) [v = target] - u
 
-so dH and dW are each a GEMM with e, a target term formed in float32, and a rank-one term.
+so dH and dW are each a GEMM with e, which needs no exchange, a target term formed in float32, and a rank-one term.
 """
 
 from __future__ import annotations
@@ -13,93 +13,159 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vocab_parallel.loss.normalizer import Normalizer
-from vocab_parallel.loss.targets import LossOptions, Targets
-from vocab_parallel.shard import VocabShard
+from vocab_parallel.loss.normalizer import Normalizer, row_blocks
+from vocab_parallel.loss.objective import Coefficients
+from vocab_parallel.loss.options import Scores
+from vocab_parallel.loss.targets import Targets, probabilities
+
+# Elements of a product that is added to a float32 gradient at a time: what stays in cache.
+_PRODUCT_ELEMENTS = 1 << 21
 
 
-class HeadGradients:
-    """Accumulates dW and db over chunks in float32, and forms each chunk's partial dH.
+def logits_gradient(
+    logits: Tensor,  # [T, n] raw
+    out: Tensor,  # [T, n], may be `logits` itself
+    normalizer: Normalizer,  # [T]
+    coefficients: Coefficients,  # [T]
+    targets: Targets,  # [T]
+    scores: Scores,
+    soft: Tensor | None = None,  # [T, n], the soft target
+    soft_is_log: bool = False,
+) -> None:
+    """Writes the gradient of the raw logits to `out`, in blocks of rows; 0 in rows without a coefficient."""
+    c = coefficients.scaled(1.0 / scores.temperature)
+    at_target, active = c.at_target(normalizer), c.active
+    on_p = c.probability / normalizer.sumexp
+    for block in row_blocks(logits) if logits.shape[1] else ():
+        z = scores.apply_(logits[block].to(on_p.dtype, copy=True))
+        slope = None if scores.softcap is None else scores.cap_slope(z)
+        d = z.sub_(normalizer.maximum[block, None])
+        if c.entropy is not None:
+            log_p = (d - normalizer.log_sum[block, None]).clamp_(min=-1e4)
+            d.exp_()
+            factor = on_p[block, None] - (c.entropy / normalizer.sumexp)[block, None] * (
+                log_p.add_(normalizer.entropy[block, None])
+            )
+            d.mul_(factor)
+        else:
+            d.exp_().mul_(on_p[block, None])
+        if c.target is not None:
+            column = targets.local[block, None]
+            d.scatter_(1, column, torch.where(targets.owned[block, None], at_target[block, None], d.gather(1, column)))
+        if c.soft is not None and soft is not None:
+            d.sub_(c.soft[block, None] * probabilities(soft[block], d.dtype, soft_is_log)[0])
+        if c.uniform is not None:
+            d.sub_(c.uniform[block, None])
+        if slope is not None:
+            d.mul_(slope)
+        out[block] = d.masked_fill_(~active[block, None], 0.0)  # an ignored row may hold NaN
+
+
+class RangeGradients:
+    """dW and db of one range of ids, accumulated over chunks in float32 (float64), and each chunk's partial dH.
 
     Args:
-        weight: `[n, D]`, this shard's real rows.
-        needs: Whether dH, dW and db are wanted.
-
-    Attributes:
-        weight, bias: dW `[shard_size, D]` and db `[shard_size]`, float32 (float64), or None; complete after `finish`.
+        weight: `[n, D]`, the range's rows.
+        grad_weight, grad_bias: Where dW `[n, D]` and db `[n]` go, zeroed; None if not wanted.
+        needs_hidden: Whether dH is wanted.
     """
 
-    def __init__(self, weight: Tensor, shard: VocabShard, options: LossOptions, needs: tuple[bool, ...]) -> None:
-        self._rows = weight
-        self._needs_hidden, needs_weight, needs_bias = needs
-        self._on_target, self._uniform = options.weights(shard.vocab_size)
+    def __init__(
+        self, weight: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, needs_hidden: bool, scores: Scores
+    ) -> None:
+        self._rows, self._weight, self._bias, self._needs_hidden = weight, grad_weight, grad_bias, needs_hidden
+        self._scores = scores
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        self._sum_of_rows = weight.sum(0, dtype=dtype)
-        self._sum_of_hidden = weight.new_zeros(weight.shape[1], dtype=dtype)
-        self._sum_of_g = weight.new_zeros((), dtype=dtype)
-        self.weight = weight.new_zeros(shard.shard_size, weight.shape[1], dtype=dtype) if needs_weight else None
-        self.bias = weight.new_zeros(shard.shard_size, dtype=dtype) if needs_bias else None
+        self._sum_of_rows: Tensor | None = None
+        self._uniform_hidden = weight.new_zeros(weight.shape[1], dtype=dtype)
+        self._uniform = weight.new_zeros((), dtype=dtype)
 
     def start(self, exponentials: Tensor, targets: Targets) -> Tensor | None:
         """`e W` `[C, D]` without the target's term: what can be computed while the statistics are exchanged.
 
-        Zeroes the owned target entries of `exponentials` `[C, n]`; `add` brings their term in float32.
+        Zeroes the owned target entries of `exponentials` `[C, n]`; later their term comes in float32.
         """
         if exponentials.shape[1]:
             column = targets.local[:, None]
             entry = exponentials.gather(1, column).masked_fill_(targets.owned[:, None], 0.0)
             exponentials.scatter_(1, column, entry)
-        return exponentials @ self._rows if self._needs_hidden else None
+        return self.product(exponentials)
+
+    def product(self, left: Tensor) -> Tensor | None:
+        """`left W` `[C, D]` of `left` `[C, n]`, if dH is wanted."""
+        return left @ self._rows if self._needs_hidden else None
+
+    def unnormalised(
+        self, maximum: Tensor, normalizer: Normalizer, coefficients: Coefficients, targets: Targets
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`alpha`, the target's entry of the raw logits' gradient, and `u`, each `[C]`."""
+        c = coefficients.scaled(1.0 / self._scores.temperature)
+        weight = torch.where(maximum == -torch.inf, 0.0, (maximum - normalizer.maximum).exp() / normalizer.sumexp)
+        alpha = torch.where(c.active, c.probability * weight, 0.0)
+        at_target = c.at_target(normalizer)
+        if self._scores.softcap is not None:
+            at_target = at_target * self._scores.cap_slope(normalizer.target_score)
+        return alpha, torch.where(targets.owned, at_target, 0.0), c.uniform
+
+    def hidden(
+        self, product: Tensor, alpha: Tensor, at_target: Tensor, uniform: Tensor | None, targets: Targets, scale: Tensor
+    ) -> Tensor:
+        """The chunk's partial dH `[C, D]` in float32 (float64), times `scale`."""
+        grad = (alpha * scale)[:, None] * product
+        if len(self._rows):
+            grad.addcmul_((at_target * scale)[:, None], self._rows[targets.local].to(grad.dtype))
+        if uniform is not None:
+            if self._sum_of_rows is None:
+                self._sum_of_rows = self._rows.sum(0, dtype=grad.dtype)
+            grad.addcmul_((uniform * scale)[:, None], self._sum_of_rows, value=-1.0)
+        return grad
 
     def add(
-        self,
-        product: Tensor | None,  # [C, D], what `start` returned
-        hidden: Tensor,  # [C, D]
-        exponentials: Tensor,  # [C, n]
-        maximum: Tensor,  # [C], this shard's m
-        normalizer: Normalizer,  # its target_logit is read where this shard owns the target
+        self, hidden: Tensor, exponentials: Tensor, alpha: Tensor, at_target: Tensor, uniform: Tensor | None,
         targets: Targets,
-        g: Tensor,  # [C], upstream gradient of each row for dW and db, 0 for ignored rows
-        input_g: Tensor,  # [C] or scalar, the same for dH
-    ) -> Tensor | None:
-        """Adds a chunk to dW and db; returns its partial dH `[C, D]` in float32 (float64)."""
-        alpha = (maximum - normalizer.maximum).exp() / normalizer.sumexp
-        alpha = torch.where(targets.valid, alpha, 0.0)
-        at_target = torch.expm1(normalizer.target_logprob) + (1.0 - self._on_target)
-        at_target = torch.where(targets.owned, at_target, 0.0)
-        self._add_to_weight(hidden, exponentials, alpha * g, at_target * g, targets)
-        if self._uniform:
-            self._sum_of_g += g.sum()
-            self._sum_of_hidden += g @ hidden.to(g.dtype)
-        if product is None:
-            return None
-        grad = alpha[:, None] * product
-        if len(self._rows):
-            grad.addcmul_(at_target[:, None], self._rows[targets.local].to(grad.dtype))
-        if self._uniform:
-            grad.sub_(torch.where(targets.valid[:, None], self._uniform * self._sum_of_rows, 0.0))
-        return grad.mul_(input_g[:, None])
-
-    def _add_to_weight(
-        self, hidden: Tensor, exponentials: Tensor, alpha: Tensor, at_target: Tensor, targets: Targets
-    ) -> None:
-        if exponentials.shape[1] == 0:
+    ) -> None:  # fmt: skip
+        """Adds the chunk to dW and db."""
+        if not len(self._rows):
             return
-        if self.weight is not None:
-            weight = self.weight[: len(self._rows)]
-            scaled = (alpha[:, None] * hidden).to(hidden.dtype)
-            if weight.dtype == hidden.dtype:
-                weight.addmm_(exponentials.T, scaled)
+        if uniform is not None:
+            self._uniform += uniform.sum()
+            self._uniform_hidden += uniform @ hidden.to(uniform.dtype)
+        unit = None
+        if hidden.dtype == torch.float16:  # alpha is about 1 / V: its product with H would underflow
+            unit = alpha.abs().amax().clamp(min=torch.finfo(alpha.dtype).tiny)
+            alpha = alpha / unit
+        if self._weight is not None:
+            self._add_product(exponentials, (alpha[:, None] * hidden).to(hidden.dtype), unit)
+            self._weight.index_add_(0, targets.local, at_target[:, None] * hidden)
+        if self._bias is not None:
+            product = (exponentials.T @ alpha.to(exponentials.dtype)).to(alpha.dtype)
+            self._bias.add_(product if unit is None else product * unit).index_add_(0, targets.local, at_target)
+
+    def add_dense(self, hidden: Tensor, gradient: Tensor) -> None:
+        """Adds a chunk whose logit gradient `[C, n]` is formed to dW and db."""
+        if self._weight is not None:
+            self._add_product(gradient, hidden)
+        if self._bias is not None:
+            self._bias.add_(gradient.sum(0, dtype=self._bias.dtype))
+
+    def _add_product(self, left: Tensor, right: Tensor, unit: Tensor | None = None) -> None:
+        """`dW += leftᵀ right`, in float32 beyond one product."""
+        assert self._weight is not None
+        if self._weight.dtype == right.dtype:
+            self._weight.addmm_(left.T, right)
+            return
+        step = max(1, _PRODUCT_ELEMENTS // right.shape[1]) if right.device.type == "cpu" else len(self._weight)
+        for at in range(0, len(self._weight), step):
+            rows = slice(at, at + step)
+            product = left[:, rows].T @ right
+            if unit is None:
+                self._weight[rows].add_(product)
             else:
-                weight.add_(exponentials.T @ scaled)
-            weight.index_add_(0, targets.local, at_target[:, None] * hidden)
-        if self.bias is not None:
-            bias = self.bias[: len(self._rows)]
-            bias.add_(exponentials.T @ alpha.to(exponentials.dtype)).index_add_(0, targets.local, at_target)
+                self._weight[rows].addcmul_(product.to(unit.dtype), unit)
 
     def finish(self) -> None:
         """Adds the uniform part of the targets, the same for every real row."""
-        if self._uniform and self.weight is not None:
-            self.weight[: len(self._rows)].sub_(self._uniform * self._sum_of_hidden)
-        if self._uniform and self.bias is not None:
-            self.bias[: len(self._rows)].sub_(self._uniform * self._sum_of_g)
+        if self._weight is not None:
+            self._weight.sub_(self._uniform_hidden)
+        if self._bias is not None:
+            self._bias.sub_(self._uniform)

@@ -10,50 +10,119 @@ a pair because `lse = M + log S` rounds at large offsets, where `M - z_target` i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vocab_parallel.agreement import first_row, judge
 from vocab_parallel.errors import NonFiniteError
-from vocab_parallel.loss.targets import LossOptions
+from vocab_parallel.loss.options import Scores
 from vocab_parallel.shard import VocabShard
 
 # Elements of a block of rows that one elementwise pass handles at a time: on a CPU what stays in cache
 # (measured: 1,024 x 32,768 bfloat16 took 0.30 s in whole passes and 0.07 s in blocks of 32 rows).
 _BLOCK_ELEMENTS = {"cpu": 1 << 19}
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 26
+_LOWEST = -1e4  # exp of it is 0 in every dtype, and 0 times it is 0, which 0 times -inf is not
 
 
-def statistics(logits: Tensor, *, shifted_sum: bool, in_place: bool) -> Tensor:
-    """One shard's statistics of `logits` `[T, n]` (n real columns, may be 0).
+@dataclass(frozen=True)
+class Wanted:
+    """What an operation needs of each row beside m, s and the target's score (12 bytes a row in float32).
+
+    Attributes:
+        shifted_sum: `sum (z - m)`, for label smoothing. 4 bytes.
+        expected: `sum exp(z - m) (z - m)`, for the entropy. 4 bytes.
+        top: The second largest score and the id of the largest. 8 bytes.
+        soft: `soft_statistics` of a target distribution. 12 bytes.
+    """
+
+    shifted_sum: bool = False
+    expected: bool = False
+    top: bool = False
+    soft: bool = False
+
+    def also(self, other: Wanted) -> Wanted:
+        """What either needs."""
+        return Wanted(**{name: mine or vars(other)[name] for name, mine in vars(self).items()})
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The names of the payload's rows, in order."""
+        return (
+            "maximum", "sumexp", "target_score",
+            *(("shifted_sum",) if self.shifted_sum else ()),
+            *(("expected",) if self.expected else ()),
+            *(("second", "argmax") if self.top else ()),
+            *(("cross", "mass", "target_entropy") if self.soft else ()),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LocalStatistics:
+    """One shard's statistics, each `[T]`, float32 (float64 for float64); `argmax` int64. None what was not asked.
+
+    An empty shard or an all -inf row has m = -inf and s = 0; NaN or +inf in a row gives m = NaN or +inf.
+    """
+
+    maximum: Tensor
+    sumexp: Tensor
+    shifted_sum: Tensor | None = None
+    expected: Tensor | None = None
+    second: Tensor | None = None
+    argmax: Tensor | None = None
+
+    def pack(self, target_score: Tensor, soft: Tensor | None = None) -> Tensor:
+        """The payload `[k, T]`, its rows as `Wanted.words` names them."""
+        rows = [self.maximum, self.sumexp, target_score]
+        rows += [row for row in (self.shifted_sum, self.expected, self.second) if row is not None]
+        if self.argmax is not None:  # the integer's bits: an id is never rounded
+            bits = torch.int64 if self.maximum.dtype == torch.float64 else torch.int32
+            rows.append(self.argmax.to(bits).view(self.maximum.dtype))
+        return torch.stack([*rows, *(soft if soft is not None else ())])
+
+
+def statistics(logits: Tensor, *, scores: Scores, wanted: Wanted, in_place: bool) -> LocalStatistics:
+    """One shard's statistics of raw `logits` `[T, n]` (n real columns, may be 0), any floating dtype.
 
     Args:
-        logits: Any floating dtype. With `in_place` it becomes `exp(logits - m)`, in its own dtype.
-        shifted_sum: Also compute `sum(z - m)`, which smoothing needs.
-        in_place: Keep the exponentials, for the gradient GEMMs.
-
-    Returns:
-        `[2 or 3, T]` float32 (float64 for float64): m, s, and the shifted sum. An empty shard or an all -inf row has
-        m = -inf and s = 0; NaN or +inf in a row gives m = NaN or +inf.
+        in_place: Replace `logits` by `exp(z - m)`, times the softcap's slope, in its own dtype, for the gradient GEMMs.
     """
     rows, columns = logits.shape
-    out = logits.new_zeros(3 if shifted_sum else 2, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
-    out[0] = -torch.inf
-    if columns == 0:
-        return out
-    for block in row_blocks(logits):
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    maximum = logits.new_full((rows,), -torch.inf, dtype=dtype)
+    sumexp = torch.zeros_like(maximum)
+    shifted_sum = torch.zeros_like(maximum) if wanted.shifted_sum else None
+    expected = torch.zeros_like(maximum) if wanted.expected else None
+    second = torch.full_like(maximum, -torch.inf) if wanted.top else None
+    argmax = torch.zeros_like(maximum, dtype=torch.int64) if wanted.top else None
+    for block in row_blocks(logits) if columns else ():
         z = logits[block]
-        work = z if in_place and z.dtype == out.dtype else z.to(out.dtype, copy=True)
-        maximum = work.amax(1)
-        work.sub_(torch.where(maximum == -torch.inf, 0.0, maximum)[:, None])
-        if shifted_sum:
-            out[2, block] = work.sum(1)
+        work = scores.apply_(z if in_place and z.dtype == dtype else z.to(dtype, copy=True))
+        slope = scores.cap_slope(work) if in_place and scores.softcap is not None else None
+        m = work.amax(1)
+        if second is not None and argmax is not None:
+            argmax[block] = (work == m[:, None]).to(torch.uint8).argmax(1)  # argmax alone need not take the first
+            if columns > 1:
+                second[block] = work.topk(2, dim=1).values[:, 1]
+        work.sub_(torch.where(m == -torch.inf, 0.0, m)[:, None])
+        if shifted_sum is not None:
+            shifted_sum[block] = work.sum(1)
+        shifted = work.clamp(min=_LOWEST) if expected is not None else None
         work.exp_()
-        out[0, block], out[1, block] = maximum, work.sum(1)
-        if in_place and work is not z:
-            z.copy_(work)
-    return out
+        maximum[block], sumexp[block] = m, work.sum(1)
+        if expected is not None and shifted is not None:
+            expected[block] = shifted.mul_(work).sum(1)
+        if in_place:
+            if slope is not None:
+                work.mul_(slope)
+            if work.data_ptr() != z.data_ptr():
+                z.copy_(work)
+    return LocalStatistics(maximum, sumexp, shifted_sum, expected, second, argmax)
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
@@ -65,70 +134,132 @@ def row_blocks(logits: Tensor) -> list[slice]:
 
 @dataclass(frozen=True)
 class Normalizer:
-    """The merged statistics of rows, the same bits on every rank.
+    """The merged statistics of rows, each `[T]`, the same bits on every rank. None what was not asked.
 
     Attributes:
-        maximum, sumexp: M and S, `[T]`.
-        target_logit: `[T]`, 0 for ignored rows.
-        shifted_sum: `sum_v (z_v - M)` over the whole vocabulary, `[T]`, or None without smoothing.
+        maximum, sumexp: M and S.
+        target_score: 0 for rows without a target.
+        shifted_sum: `sum_v (z_v - M)` over the whole vocabulary.
+        mean_shift: `sum_v p_v (z_v - M)`, at most 0.
+        second, argmax: The second largest score; the global id of the largest, the lowest where several are equal.
+        cross, mass, target_entropy: `sum q (z - M)`, `sum q` and `sum q log q` of a soft target.
     """
 
     maximum: Tensor
     sumexp: Tensor
-    target_logit: Tensor
+    target_score: Tensor
     shifted_sum: Tensor | None = None
+    mean_shift: Tensor | None = None
+    second: Tensor | None = None
+    argmax: Tensor | None = None
+    cross: Tensor | None = None
+    mass: Tensor | None = None
+    target_entropy: Tensor | None = None
+
+    @property
+    def log_sum(self) -> Tensor:
+        """`log S`, at least 0."""
+        return self.sumexp.log()
+
+    @property
+    def lse(self) -> Tensor:
+        """`log sum exp z` in nats."""
+        return self.maximum + self.log_sum
 
     @property
     def target_logprob(self) -> Tensor:
-        """`log p_target` in nats, `[T]`. Meaningless for ignored rows."""
-        return self.target_logit - self.maximum - self.sumexp.log()
+        """`log p_target` in nats. Meaningless for rows without a target."""
+        return self.target_score - self.maximum - self.log_sum
 
-    def loss(self, options: LossOptions, vocab_size: int, valid: Tensor) -> Tensor:
-        """Row losses in nats, `[T]`, 0 where not `valid`."""
-        on_target, uniform = options.weights(vocab_size)
-        rows = self.sumexp.log() + on_target * (self.maximum - self.target_logit)
-        if self.shifted_sum is not None:
-            rows = rows - uniform * self.shifted_sum
-        return torch.where(valid, rows, 0.0)
+    @property
+    def entropy(self) -> Tensor:
+        """`- sum p log p` in nats."""
+        assert self.mean_shift is not None, "the entropy was not asked for"
+        return self.log_sum - self.mean_shift
+
+    def kept(self) -> dict[str, Tensor]:
+        """What a backward pass needs: 12 bytes a row in float32, 4 more each with the entropy and a soft target."""
+        names = ("maximum", "sumexp", "target_score", "mean_shift", "mass")
+        return {name: row for name in names if (row := getattr(self, name)) is not None}
+
+    def rows(self, index: Tensor | slice) -> Normalizer:
+        """Those of some rows."""
+        some: dict[str, Any] = {name: None if row is None else row[index] for name, row in vars(self).items()}
+        return Normalizer(**some)
 
 
-def merge(gathered: Tensor, shard: VocabShard) -> Normalizer:
-    """Merges the shards' statistics in rank order, so that every rank forms the same bits.
+def merge(gathered: Tensor, wanted: Wanted, ids: Sequence[range]) -> Normalizer:
+    """Merges the ranges' statistics in their order, so that every rank forms the same bits.
 
     Args:
-        gathered: `[tp, 3 or 4, T]`: m, s, target logit (0 from shards that do not own it), shifted sum.
+        gathered: `[R, k, T]`, a payload of each range of ids.
+        ids: The ranges; ascending.
     """
-    m, s, target_logit = gathered[:, 0], gathered[:, 1], gathered[:, 2]
+    of = dict(zip(wanted.words, gathered.unbind(1), strict=True))
+    m, s = of["maximum"], of["sumexp"]
     maximum = m.amax(0)
-    shift = torch.where(m == -torch.inf, -torch.inf, m - maximum)  # -inf - -inf would be NaN
-    sumexp = (s * shift.exp()).sum(0)
-    shifted_sum = None
-    if gathered.shape[1] == 4:
-        counts = [[len(shard.layout.range(rank))] for rank in range(shard.tp_size)]
-        count = torch.tensor(counts, dtype=m.dtype, device=m.device)
-        shifted_sum = (gathered[:, 3] + torch.where(count > 0, count * shift, 0.0)).sum(0)
-    return Normalizer(maximum, sumexp, target_logit.sum(0), shifted_sum)
+    empty = m == -torch.inf  # -inf - -inf would be NaN
+    shift = torch.where(empty, 0.0, m - maximum)
+    weight = torch.where(empty, 0.0, shift.exp())
+    sumexp = (s * weight).sum(0)
+    shifted_sum = mean_shift = second = argmax = cross = mass = target_entropy = None
+    if wanted.shifted_sum:
+        lost = torch.where(empty, -torch.inf, shift)  # a range of -inf only: its classes have log p = -inf
+        counts = _column([len(some) for some in ids], m)
+        shifted_sum = torch.where(counts > 0, of["shifted_sum"] + counts * lost, 0.0).sum(0)
+    if wanted.expected:
+        mean_shift = ((of["expected"] + shift * s) * weight).sum(0) / sumexp
+    if wanted.top:
+        second = torch.cat([m, of["second"]]).topk(2, dim=0).values[1]
+        first = (m == maximum).to(torch.uint8).argmax(0, keepdim=True)  # the lowest range holds the lowest ids
+        local = of["argmax"].view(torch.int64 if m.dtype == torch.float64 else torch.int32)
+        starts = _column([some.start for some in ids], local).to(torch.int64)
+        argmax = (local + starts).gather(0, first)[0]
+    if wanted.soft:
+        mass, target_entropy = of["mass"].sum(0), of["target_entropy"].sum(0)
+        lost = torch.where(empty, -torch.inf, shift)
+        cross = (of["cross"] + torch.where(of["mass"] == 0, 0.0, of["mass"] * lost)).sum(0)
+    return Normalizer(
+        maximum, sumexp, of["target_score"].sum(0), shifted_sum, mean_shift, second, argmax, cross, mass, target_entropy
+    )
 
 
-def require_finite(normalizer: Normalizer, gathered: Tensor, valid: Tensor, rows: Tensor | range) -> None:
+def _column(values: Sequence[int], like: Tensor) -> Tensor:
+    """`[len(values), 1]` of `like`'s dtype and device, without a copy from the host, which would wait for a GPU."""
+    column = like.new_empty(len(values), 1)
+    for row, value in enumerate(values):
+        column[row].fill_(value)
+    return column
+
+
+def require_finite(
+    shard: VocabShard, normalizer: Normalizer, gathered: Tensor, valid: Tensor, rows: Tensor | range
+) -> None:
     """Raises for the first valid row with NaN, with +inf, or with no finite logit; the same on every rank.
 
     Args:
         gathered: As in `merge`.
         rows: What to call the rows in the message: their number in the caller's tensor.
     """
-    bad = ~normalizer.maximum.isfinite() & valid
-    if not bool(bad.any()):
+    if not len(valid):
         return
-    at = int(bad.nonzero()[0, 0])
-    value = float(normalizer.maximum[at])
+    at = first_row(~normalizer.maximum.isfinite() & valid)
+    here = at.clamp(min=0)[None]
+    local = gathered[:, 0].index_select(1, here)[:, 0]
+    part = first_row(~local.isfinite() & (local != -torch.inf))
+    number = at + rows.start if isinstance(rows, range) else rows.index_select(0, here)[0]
+    value = normalizer.maximum.index_select(0, here)[0]
+    words = torch.stack([at.double(), number.double(), value.double(), part.double()])
+    judge(shard, words, error=NonFiniteError, describe=partial(_not_finite, len(gathered) // shard.tp_size))
+
+
+def _not_finite(parts_a_rank: int, words: list[float]) -> NonFiniteError:
+    _, row, value, part = words
     if value == -torch.inf:
         what = "has no finite logit: every one of the vocabulary is -inf. Leave at least one id unmasked"
     else:
-        local = gathered[:, 0, at]
-        rank = int((~local.isfinite() & (local != -torch.inf)).nonzero()[0, 0])
         what = (
-            f"holds {'NaN' if value != value else '+inf'} among the logits of rank {rank} of the group. Likely an "
-            "overflow upstream (float16, a learning rate too high) or an uninitialised weight"
+            f"holds {'NaN' if value != value else '+inf'} among the logits of rank {int(part) // parts_a_rank} of the "
+            "group. Likely an overflow upstream (float16, a learning rate too high) or an uninitialised weight"
         )
-    raise NonFiniteError(f"row {int(rows[at])} {what}; to leave the row out, set its target to ignore_index.")
+    return NonFiniteError(f"row {int(row)} {what}; to leave the row out, set its target to ignore_index.")

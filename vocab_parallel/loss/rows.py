@@ -18,6 +18,11 @@ from vocab_parallel.errors import LayoutMismatchError
 from vocab_parallel.shard import VocabShard
 
 
+def row_numbers(chunk: slice | Tensor) -> range | Tensor:
+    """The rows of a chunk of a plan."""
+    return range(chunk.start, chunk.stop) if isinstance(chunk, slice) else chunk
+
+
 class RowPlan(Protocol):
     """The rows of one call."""
 
@@ -40,8 +45,11 @@ class RowPlan(Protocol):
     def in_order(self, parts: Sequence[Tensor]) -> Tensor:
         """The chunks' per-row values `[C]`, as one `[T]` in row order."""
 
-    def whole(self, per_row: Tensor) -> Tensor:
-        """`[T]` of the group, from per-row values given for this rank's target."""
+    def whole(self, per_row: Tensor, filler: float = 0) -> Tensor:
+        """`[T, ...]` of the group, from per-row values given for this rank's target.
+
+        A plan with filler rows adds one row of `filler` at the end, where the filler's index -1 finds it.
+        """
 
     def mine(self, per_row: Tensor) -> Tensor:
         """The part of `[T]` that this rank's target covers."""
@@ -76,7 +84,7 @@ class ReplicatedRows:
     def in_order(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))
 
-    def whole(self, per_row: Tensor) -> Tensor:
+    def whole(self, per_row: Tensor, filler: float = 0) -> Tensor:
         return per_row
 
     def mine(self, per_row: Tensor) -> Tensor:
@@ -133,18 +141,22 @@ class SequenceParallelRows:
             out[index] = part
         return out[:-1]
 
-    def whole(self, per_row: Tensor) -> Tensor:
-        return gather_rows(self._shard, per_row, self._rows) if self._local_target else per_row
+    def whole(self, per_row: Tensor, filler: float = 0) -> Tensor:
+        rows = gather_rows(self._shard, per_row, self._rows) if self._local_target else per_row
+        return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), filler)])
 
     def mine(self, per_row: Tensor) -> Tensor:
         return torch.split(per_row, self._rows)[self._shard.rank] if self._local_target else per_row
 
 
-def agree_on_rows(input: Tensor, target: Tensor, shard: VocabShard, call: str, check: Tensor) -> tuple[list[int], bool]:
+def agree_on_rows(
+    input: Tensor, target_rows: int, shard: VocabShard, call: str, check: Tensor
+) -> tuple[list[int], bool]:
     """Exchanges the row counts of sequence-parallel ranks.
 
     Args:
-        check: Checksum of this rank's target.
+        target_rows: How many rows this rank's target has.
+        check: Checksum of what must be the same on every rank, if the targets cover all rows.
 
     Returns:
         Each rank's rows, and whether the target covers this rank's rows only (else all rows of the group).
@@ -156,16 +168,16 @@ def agree_on_rows(input: Tensor, target: Tensor, shard: VocabShard, call: str, c
         LayoutMismatchError: On every rank, if the targets fit neither.
     """
     exchange = Exchange(
-        shard, "loss", call, rows=len(input), target_rows=len(target), checksum=check, compare_checksum=False,
+        shard, "loss", call, rows=len(input), target_rows=target_rows, checksum=check, compare_checksum=False,
         device=input.device,
     )  # fmt: skip
     exchange.wait()
-    rows, target_rows = exchange.rows, exchange.target_rows
-    if target_rows == rows:
+    rows, targets = exchange.rows, exchange.target_rows
+    if targets == rows:
         return rows, True
-    if any(count != sum(rows) for count in target_rows):
+    if any(count != sum(rows) for count in targets):
         table = ", ".join(
-            f"rank {r}: input {n}, target {t}" for r, (n, t) in enumerate(zip(rows, target_rows, strict=True))
+            f"rank {r}: input {n}, target {t}" for r, (n, t) in enumerate(zip(rows, targets, strict=True))
         )
         raise LayoutMismatchError(
             f"with sequence_parallel every rank's target must cover its own rows, or every rank's all {sum(rows)} "

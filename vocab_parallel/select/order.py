@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vocab_parallel.agreement import Exchange, capture
+from vocab_parallel.agreement import Exchange, capture, first_row, judge
 from vocab_parallel.arguments import check_logits
 from vocab_parallel.errors import NonFiniteError
 from vocab_parallel.shard import VocabShard
@@ -46,7 +46,7 @@ def select_best(logits: Tensor, k: int, shard: VocabShard, name: str) -> tuple[T
         values, ids = _from_ordered(ordered[:, :k], torch.float64), merged[1].gather(1, at[:, :k])
     else:
         values, ids = unpack(merged[0].topk(k, dim=1).values)
-    _require_finite(values[:, 0], gathered)
+    _require_finite(values[:, 0], gathered, shard)
     return values, ids
 
 
@@ -108,20 +108,27 @@ def _check(logits: object, k: object, shard: VocabShard) -> None:
         raise ValueError(f"k must be an integer in [1, {shard.vocab_size}] (the vocabulary), got {k!r}")
 
 
-def _require_finite(first: Tensor, gathered: Tensor) -> None:
+def _require_finite(first: Tensor, gathered: Tensor, shard: VocabShard) -> None:
     """Raises for the first row whose best value `[T]` is NaN or -inf; the same on every rank.
 
     Args:
         gathered: `[tp, 1 or 2, T, k]`, the ranks' candidates, to name the rank that holds a NaN.
     """
-    bad = first.isnan() | (first == -torch.inf)
-    if not bool(bad.any()):
+    if len(first) == 0:
         return
-    row = int(bad.nonzero()[0, 0])
-    if not bool(first[row].isnan()):
-        raise NonFiniteError(f"row {row} has no finite logit: every id is masked to -inf. Leave at least one legal.")
-    ordered = gathered[:, 0, row, 0] if gathered.shape[1] == 2 else gathered[:, 0, row, 0] >> 32
-    raise NonFiniteError(
-        f"row {row} holds NaN among the logits of rank {int(ordered.argmax())} of the group: it has no order. Likely "
+    row = first_row(first.isnan() | (first == -torch.inf))
+    at = row.clamp(min=0)[None]
+    ordered = gathered[:, 0, :, 0].index_select(1, at)[:, 0]
+    ordered = ordered if gathered.shape[1] == 2 else ordered >> 32
+    nan = first.index_select(0, at)[0].isnan().to(torch.int64)
+    judge(shard, torch.stack([row, nan, ordered.argmax()]), NonFiniteError, _describe)
+
+
+def _describe(flags: list[int]) -> Exception:
+    row, nan, rank = flags
+    if not nan:
+        return NonFiniteError(f"row {row} has no finite logit: every id is masked to -inf. Leave at least one legal.")
+    return NonFiniteError(
+        f"row {row} holds NaN among the logits of rank {rank} of the group: it has no order. Likely "
         "an overflow upstream, or an uninitialised weight."
     )

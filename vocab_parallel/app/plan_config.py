@@ -1,0 +1,98 @@
+"""Settings of ``plan``: ``key=value`` words into one frozen, validated dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import dacite
+
+from vocab_parallel.app.advice import MOST_RANKS
+from vocab_parallel.app.config import _apply, _as_float, _choice, _require, _type_name
+from vocab_parallel.errors import ConfigError
+
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DEVICES = ("h100", "h200", "cpu", "measured")
+LINKS = ("nvlink", "pcie", "infiniband", "loopback", "measured")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """One loss step, and what it would run on."""
+
+    tokens: int = 8192  # rows of a step, over all ranks that share the vocabulary
+    hidden: int = 4096
+    vocab: int = 131_072
+    dtype: str = "bfloat16"  # float64 | float32 | bfloat16 | float16
+    tp: int | None = None  # ranks that share the vocabulary; null: all of this job if measured, else 8
+    multiple_of: int = 128  # each shard's rows are a multiple of this
+    chunk_size: int | None = None  # rows; null: what the budget and the accumulation of dW make best
+    memory_budget: int | None = None  # bytes that the logits of a chunk may take; null: 256 MiB, at most 4,096 rows
+    device: str | None = None  # h100 | h200 | cpu | measured; null: what the link implies
+    link: str = "nvlink"  # of the ranks of a node: nvlink | pcie | infiniband | loopback | measured
+    between: str = "infiniband"  # of nodes
+    ranks_per_node: int = 8
+    gemm_tflops: float | None = None  # these five replace what the preset or the measurement says
+    memory_gbs: float | None = None
+    softmax_gps: float | None = None  # elements (billions a second) of a maximum, exponential and sum pass
+    link_gbs: float | None = None  # of `link`
+    link_us: float | None = None  # a ring step on `link`
+    check: str | None = None  # a bench.json to compare with
+    out: str | None = None  # file for the plan as JSON
+    threads: int = 1  # CPU threads per rank, for measuring
+    where: str = "auto"  # measure on auto | cpu | cuda
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "hidden", "vocab", "multiple_of", "ranks_per_node", "threads"):
+            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        good = self.tp is None or 1 <= self.tp <= MOST_RANKS
+        _require(good, "tp", f"null or a number of ranks up to {MOST_RANKS:,}", self.tp)
+        for name in ("chunk_size", "memory_budget"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, "null or at least 1", value)
+        for name in ("gemm_tflops", "memory_gbs", "softmax_gps", "link_gbs", "link_us"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, "null or above 0", value)
+        _choice("dtype", self.dtype, tuple(ITEMSIZES))
+        _choice("link", self.link, LINKS)
+        _choice("between", self.between, LINKS[:-1])
+        _choice("where", self.where, ("auto", "cpu", "cuda"))
+        if self.device is not None:
+            _choice("device", self.device, DEVICES)
+
+    @property
+    def device_name(self) -> str:
+        """The device; if not set: a CPU on loopback, a measured one on a measured link, else an H100."""
+        return self.device or {"loopback": "cpu", "measured": "measured"}.get(self.link, "h100")
+
+    @property
+    def measured(self) -> bool:
+        """Whether something is to be measured on the ranks of this job."""
+        return "measured" in (self.device_name, self.link)
+
+
+def from_words(words: Sequence[str]) -> PlanConfig:
+    """Builds the settings from ``key=value`` words.
+
+    Raises:
+        ConfigError: unknown key, wrong type or impossible value.
+    """
+    data: dict[str, Any] = {}
+    for word in words:
+        _apply(data, word)
+    known = typing.get_type_hints(PlanConfig)
+    for key, value in data.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+            raise ConfigError(f"unknown key {key}; {hint}")
+        if isinstance(value, bool):  # an int to Python
+            raise ConfigError(f"{key}: expected {_type_name(known[key])}, got {value!r}")
+    try:
+        return dacite.from_dict(PlanConfig, data, dacite.Config(strict=True, type_hooks={float: _as_float}))
+    except dacite.WrongTypeError as error:
+        wanted = _type_name(error.field_type)
+        raise ConfigError(f"{error.field_path}: expected {wanted}, got {error.value!r}") from error

@@ -1,0 +1,263 @@
+"""The schedules of a vocabulary-parallel loss step, ours and others', each as a `Prediction` of the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vocab_parallel.app.cost import ROW_PASS_BYTES, Chunk, Machine, Message, Prediction, Workload, run
+
+_HEADER = 64  # bytes in front of every exchange (see `agreement`)
+_WORDS = 3  # statistics of a row: maximum, sum, target score
+_BLOCK = 1 << 19  # elements of a float32 copy of narrow logits that a pass holds at a time
+
+
+def exchange_bytes(work: Workload, rows: int) -> int:
+    """Bytes of one rank's statistics exchange of `rows` rows, once sizes have settled."""
+    return _HEADER + _WORDS * work.wide * rows
+
+
+def chunk_bytes(work: Workload, rows: int) -> int:
+    """Bytes that grow with the rows of a chunk: its logits, its `[C, D]` products, its statistics from all ranks."""
+    return rows * bytes_per_row(work)
+
+
+def bytes_per_row(work: Workload) -> int:
+    """`chunk_bytes` of one row."""
+    products = work.hidden * (2 * work.itemsize + 2 * work.wide)  # rows and product, narrow; dH and scaled rows, wide
+    return work.itemsize * work.real + products + _WORDS * work.wide * (2 * work.tp + 1)
+
+
+def fused_memory(work: Workload, rows: int, own_rows: int) -> dict[str, int]:
+    """Bytes by item at the peak of the fused loss, which is in its chunk loop or at the hand-over of the gradients.
+
+    Args:
+        rows: Of a chunk.
+        own_rows: Whose dH the rank keeps.
+    """
+    narrow = work.itemsize < work.wide
+    accumulator = work.wide * work.stored * work.hidden
+    kept = {
+        "dW accumulator": accumulator,
+        "dH": work.itemsize * own_rows * work.hidden,
+        "rows": (18 + 3 * work.wide) * work.tokens,  # targets as ids, local ids and masks; loss and statistics
+    }
+    logits = work.itemsize * work.real
+    loop = kept | {
+        "logits": rows * logits,
+        "products and exchange": rows * (bytes_per_row(work) - logits)
+        + (min(rows * work.real, _BLOCK) * 4 if narrow else 0),
+    }
+    scaled = kept | {
+        "dW": accumulator + (work.itemsize * work.stored * work.hidden if narrow else 0),
+        "scaled dH": work.itemsize * own_rows * work.hidden,
+    }
+    return max(loop, scaled, key=lambda items: sum(items.values()))
+
+
+def fused(work: Workload, machine: Machine, rows: int) -> Prediction:
+    """Ours: three GEMMs a chunk, one exchange behind the second, dH all-reduced behind the later ones."""
+    rows = min(rows, work.tokens)
+    exchange = Message("all_gather", exchange_bytes(work, rows))
+    sizes = _sizes(work.tokens, rows)
+    chunks = [_gradient_chunk(work, machine, size, exchange, _reduction(work, size)) for size in sizes]
+    traffic = ((exchange, len(sizes)), *((_reduction(work, size), 1) for size in sizes))
+    return _predict("fused", work, machine, chunks, 3, traffic, fused_memory(work, rows, work.tokens), rows)
+
+
+def fused_sequence_parallel(work: Workload, machine: Machine, rows: int) -> Prediction:
+    """Ours, each rank holding its share of the rows: gathered a chunk ahead, dH reduce-scattered."""
+    if work.tp == 1:
+        return _named(fused(work, machine, rows), "fused, sequence parallel")
+    share = -(-work.tokens // work.tp)
+    widths = _sizes(share, max(1, rows // work.tp))
+    rows = widths[0] * work.tp
+    exchange = Message("all_gather", exchange_bytes(work, rows))
+    targets = Message("all_gather", 8 * share)
+    size_of_row = work.itemsize * work.hidden
+    chunks, traffic = [], [(exchange, 1 + len(widths)), (targets, 1)]
+    for width in widths:
+        fetch = Message("all_gather", width * size_of_row)
+        scatter = Message("reduce_scatter", width * work.tp * size_of_row)
+        chunks.append(_gradient_chunk(work, machine, width * work.tp, exchange, scatter, fetch))
+        traffic += [(fetch, 1), (scatter, 1)]
+    before = sum(machine.network.seconds(message, work.tp) for message in (exchange, targets))
+    memory = fused_memory(work, rows, share) | {"gathered rows": 2 * rows * size_of_row}
+    return _predict("fused, sequence parallel", work, machine, chunks, 3, tuple(traffic), memory, rows, before)
+
+
+def fused_per_row(work: Workload, machine: Machine, rows: int) -> Prediction:
+    """Ours with `reduction="none"`: any upstream gradient of each row, so backward projects again (4 GEMMs)."""
+    rows = min(rows, work.tokens)
+    exchange = Message("all_gather", exchange_bytes(work, rows))
+    sizes = _sizes(work.tokens, rows)
+    forward = [
+        Chunk(machine.gemm(work, size, work.real), machine.softmax(float(size) * work.real), exchange) for size in sizes
+    ]
+    backward = [_gradient_chunk(work, machine, size, None, _reduction(work, size)) for size in sizes]
+    traffic = ((exchange, len(sizes)), *((_reduction(work, size), 1) for size in sizes))
+    memory = fused_memory(work, rows, work.tokens)
+    memory["rows"] += 2 * work.wide * work.tokens
+    return _predict("fused, reduction none", work, machine, [*forward, *backward], 4, traffic, memory, rows)
+
+
+def logits_given(work: Workload, machine: Machine, rows: int) -> Prediction:
+    """Ours on logits that the head has made whole: `cross_entropy`, one exchange; the head reduces dH."""
+    whole = work.tokens * work.stored
+    exchange = Message("all_gather", exchange_bytes(work, work.tokens))
+    reduction = _reduction(work, work.tokens)
+    passes = 2 * machine.softmax(float(work.tokens) * work.real) + machine.stream(work.itemsize * whole)
+    memory = {
+        "logits": work.itemsize * whole,
+        "gradient of logits": work.itemsize * whole,
+        "dW": work.itemsize * work.stored * work.hidden,
+        "dH": work.itemsize * work.tokens * work.hidden,
+        "exchange": (2 * work.tp + 1) * exchange.payload,
+    }
+    return _whole("logits given (cross_entropy)", work, machine, passes, memory, [exchange, reduction], behind=False)
+
+
+def megatron(work: Workload, machine: Machine, rows: int) -> Prediction:
+    """Megatron-core's plain cross entropy: float32 logits kept whole, three all-reduces; dH reduced behind dW."""
+    whole = work.tokens * work.stored
+    cast = work.itemsize + 4 if work.itemsize != 4 else 0  # to float32 and back
+    # maximum 4, subtract 8, exponential 8, sum 4, divide 8; backward: multiply 8
+    passes = machine.stream(float(whole) * (40 + 2 * cast))
+    memory = {
+        "logits": 4 * whole + (work.itemsize * whole if cast else 0),
+        "dW": work.itemsize * work.stored * work.hidden,
+        "dH": work.itemsize * work.tokens * work.hidden,
+    }
+    messages = [*[Message("all_reduce", 4 * work.tokens)] * 3, _reduction(work, work.tokens)]
+    return _whole("Megatron plain", work, machine, passes, memory, messages, behind=True)
+
+
+def deepspeed(work: Workload, machine: Machine, rows: int) -> Prediction:
+    """DeepSpeed's linear cross entropy: chunks of rows, then of ids; four GEMMs; every collective waited for."""
+    share = -(-work.vocab // work.tp)
+    sizes = _sizes(work.tokens, -(-work.tokens // max(1, -(-share // work.hidden))))  # its own choice of chunks
+    block = -(-work.real // len(sizes))
+    cast = work.itemsize + 4 if work.itemsize != 4 else 0
+    mixed = machine.device.mixed_gemm
+    gemm = 3 * sum(machine.gemm(work, size, work.real) for size in sizes)
+    gemm += sum(machine.gemm(work, size, work.real, wide=not mixed) for size in sizes)
+    # Forward: maximum 4, subtract 8, exponential 8, sum 4. Backward: shift 8, exponential 8, scale 8.
+    each = 48 + cast * (1 if mixed else 3)
+    passes = machine.stream(float(work.tokens) * work.real * each + 8.0 * work.tokens * work.hidden * len(sizes))
+    largest = max(sizes[0] * work.real, work.tokens * block)
+    memory = {
+        "logits": largest * (4 + (work.itemsize if cast else 0)),
+        "dW": work.itemsize * work.stored * work.hidden,
+        "dH": (4 + (work.itemsize if cast else 0)) * work.tokens * work.hidden,
+    }
+    traffic = [(Message("all_reduce", 8), 2), (Message("all_gather", 24), 1)]
+    for size in sizes:
+        traffic += [(Message("all_reduce", 4 * size), 1), (Message("all_reduce", 8 * size), 1)]
+    traffic.append((Message("all_reduce", 4 * work.tokens * work.hidden), 1))
+    exposed = sum(count * machine.network.seconds(message, work.tp) for message, count in traffic)
+    seconds = gemm + passes + exposed
+    return Prediction("DeepSpeed linear", seconds, exposed, gemm, memory, tuple(traffic), work.tp, sizes[0])
+
+
+def gather_weights(work: Workload, machine: Machine, rows: int) -> Prediction:
+    """Each rank its share of the rows against the whole weight, gathered; dW reduce-scattered.
+
+    At its best: the gather hides behind the logits' product, the scatter behind dW's.
+    """
+    share = -(-work.tokens // work.tp)
+    padded = work.stored * work.tp
+    sizes = _sizes(share, max(1, rows // work.tp))
+    size_of_row = work.itemsize * work.hidden
+    gather = Message("all_gather", work.stored * size_of_row)
+    scatter = Message("reduce_scatter", padded * size_of_row)
+    count = Message("all_reduce", 16)  # sum and count of the mean
+    products = [sum(machine.gemm(work, size, padded) for size in sizes)] * 2
+    weight = sum(machine.weight_gemm(work, size, padded) for size in sizes)
+    passes = machine.softmax(float(share) * work.vocab) + machine.stream(ROW_PASS_BYTES * share * work.hidden)
+    overlap, seconds = machine.device.overlap, machine.network.seconds
+    exposed = seconds(count, work.tp)
+    for message, behind in ((gather, products[0]), (scatter, weight)):
+        exposed += _exposed(seconds(message, work.tp), behind, overlap)
+    memory = {
+        "logits": sizes[0] * padded * work.itemsize,
+        "weight of all ranks": padded * size_of_row if work.tp > 1 else 0,
+        "dW of all ranks": padded * work.hidden * work.wide,
+        "dH": size_of_row * share,
+    }
+    gemm = sum(products) + weight
+    traffic = ((gather, 1), (scatter, 1), (count, 1))
+    return Prediction(
+        "gather weights", gemm + passes + exposed, exposed, gemm, memory, traffic, work.tp, sizes[0] * work.tp
+    )
+
+
+# How each is called on the command line and in JSON.
+SCHEDULES: dict[str, Callable[[Workload, Machine, int], Prediction]] = {
+    "fused": fused,
+    "sequence_parallel": fused_sequence_parallel,
+    "none": fused_per_row,
+    "logits": logits_given,
+    "megatron": megatron,
+    "deepspeed": deepspeed,
+    "gather_weights": gather_weights,
+}
+
+
+def _sizes(rows: int, step: int) -> list[int]:
+    """`rows` in chunks of `step`; at least one chunk."""
+    return [min(step, rows - at) for at in range(0, max(rows, 1), step)]
+
+
+def _reduction(work: Workload, rows: int) -> Message:
+    return Message("all_reduce", work.itemsize * rows * work.hidden)
+
+
+def _gradient_chunk(
+    work: Workload, machine: Machine, rows: int, exchange: Message | None, reduce: Message, fetch: Message | None = None
+) -> Chunk:
+    product = machine.gemm(work, rows, work.real)
+    return Chunk(
+        project=product,
+        statistics=machine.softmax(float(rows) * work.real),
+        exchange=exchange,
+        hidden=product,
+        finish=machine.stream(float(ROW_PASS_BYTES) * rows * work.hidden),
+        reduce=reduce,
+        weight=machine.weight_gemm(work, rows, work.real),
+        fetch=fetch,
+    )
+
+
+def _predict(
+    name: str, work: Workload, machine: Machine, chunks: list[Chunk], gemms: int,
+    traffic: tuple[tuple[Message, int], ...], memory: dict[str, int], rows: int, before: float = 0.0,
+) -> Prediction:  # fmt: skip
+    computing = sum(chunk.computing for chunk in chunks)
+    seconds = before + run(chunks, machine, work.tp)
+    gemm = sum(chunk.project + chunk.hidden + chunk.weight for chunk in chunks)
+    return Prediction(name, seconds, max(0.0, seconds - computing), gemm, memory, traffic, work.tp, rows)
+
+
+def _whole(
+    name: str, work: Workload, machine: Machine, passes: float, memory: dict[str, int], messages: list[Message], *,
+    behind: bool,
+) -> Prediction:  # fmt: skip
+    """A schedule over whole logits; `behind`: its last collective runs beside the dW product."""
+    product = machine.gemm(work, work.tokens, work.stored)
+    times = [machine.network.seconds(message, work.tp) for message in messages]
+    if behind:
+        times[-1] = _exposed(times[-1], product, machine.device.overlap)
+    exposed = sum(times)
+    traffic = tuple((message, 1) for message in messages)
+    return Prediction(name, 3 * product + passes + exposed, exposed, 3 * product, memory, traffic, work.tp)
+
+
+def _exposed(seconds: float, behind: float, overlap: float) -> float:
+    """What is left of a collective that runs beside `behind` seconds of computing."""
+    return max(0.0, overlap * seconds - behind) + (1.0 - overlap) * seconds
+
+
+def _named(prediction: Prediction, name: str) -> Prediction:
+    return Prediction(
+        name, prediction.seconds, prediction.exposed, prediction.gemm, prediction.memory, prediction.traffic,
+        prediction.tp, prediction.chunk,
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""What ranks say to each other at the head of an exchange, and which error it amounts to."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel.deferral import CLASSES, Found, class_code
+from vocab_parallel.errors import LayoutMismatchError, rebuild
+from vocab_parallel.shard import RankGroup
+
+# int64 words: the call's signature; the class of this rank's error as a number, or 0; rows and target rows; checksum;
+# whether this rank goes on without reading the headers; the first row with a bad value, or -1, and that value
+HEADER_WORDS = 8
+SIGNATURE, FAULT, ROWS, TARGET_ROWS, CHECKSUM, TRUSTS, FOUND_ROW, FOUND_VALUE = range(HEADER_WORDS)
+HEADER_BYTES = 8 * HEADER_WORDS
+_CACHED = 64
+
+Gather = Callable[[str], list[str]]  # a rank's words -> every rank's
+
+
+@functools.lru_cache(maxsize=1024)
+def signature(call: str) -> int:
+    """A call in words, as an int64."""
+    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def constant_header(group: RankGroup, words: tuple[int, ...], device: torch.device) -> Tensor:
+    """A header `[8]` with these first words and no bad value, without a copy from the host: that would wait."""
+    key = (*words, device)
+    if key not in group.headers:
+        if len(group.headers) == _CACHED:
+            group.headers.clear()
+        header = torch.zeros(HEADER_WORDS, dtype=torch.int64, device=device)
+        for at, word in enumerate((*words, 0, 0)[: TRUSTS + 1]):
+            header[at].fill_(word)
+        header[FOUND_ROW].fill_(-1)
+        group.headers[key] = header
+    return group.headers[key]
+
+
+def checksum(ids: Tensor) -> Tensor:
+    """Order-sensitive 64-bit sum of integer ids, on their device (no synchronisation)."""
+    flat = ids.reshape(-1).to(torch.int64)
+    return ((flat + 1) * (2 * torch.arange(len(flat), device=flat.device) + 1)).sum()
+
+
+class Verdict(NamedTuple):
+    """What one rank needs to know for judging the headers of an exchange, which it may read much later."""
+
+    call: str
+    rank: int
+    fault: Exception | None
+    found: Found | None
+    compare_checksum: bool
+    expected: tuple[str, int] | None  # the call that the group expected, and its signature
+
+    def error(self, headers: list[list[int]], gather: Gather | None = None) -> Exception | None:
+        """The error that the headers `[tp][8]` stand for, or None.
+
+        Args:
+            gather: Where all ranks judge now, how to get the words that only some rank has.
+        """
+        faulty = [rank for rank, header in enumerate(headers) if header[FAULT]]
+        if faulty:
+            return self._fault(faulty, headers, gather)
+        found = [rank for rank, header in enumerate(headers) if header[FOUND_ROW] >= 0]
+        if found and self.found is not None:
+            error = self.found.describe(*headers[found[0]][FOUND_ROW:])
+            return type(error)(f"{error}{_found_by(found)}")
+        if any(header[SIGNATURE] != headers[0][SIGNATURE] for header in headers):
+            return self._disagreement(headers, gather)
+        return self.different_ids(headers) if self.compare_checksum else None
+
+    def _fault(self, faulty: list[int], headers: list[list[int]], gather: Gather | None) -> Exception:
+        mine = f"{type(self.fault).__name__}\n{self.fault}" if self.fault is not None else ""
+        words = gather(mine)[faulty[0]] if gather is not None else mine
+        if not words:
+            name = CLASSES[headers[faulty[0]][FAULT] - 1]
+            return rebuild(name, f"rank {faulty[0]} of the group raised {name} in {self.call}; its log has the words.")
+        class_name, _, message = words.partition("\n")
+        return rebuild(class_name, message + _found_by(faulty))
+
+    def _disagreement(self, headers: list[list[int]], gather: Gather | None) -> Exception:
+        if gather is not None:
+            calls = gather(self.call)
+        else:
+            known = {headers[self.rank][SIGNATURE]: self.call}
+            if self.expected is not None:
+                known.setdefault(self.expected[1], self.expected[0])
+            calls = [known.get(header[SIGNATURE], "another call, which its log names") for header in headers]
+        table = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+        return LayoutMismatchError(
+            f"the ranks of the group disagree. {table}. All ranks of a vocabulary-parallel group must make the "
+            "same call on the same rows; likely they read different batches, or one slices its rows (see "
+            "sequence_parallel)."
+        )
+
+    def different_ids(self, headers: list[list[int]]) -> Exception | None:
+        """The error of ranks that pass different token ids or targets where these should be replicated."""
+        checksums = [header[CHECKSUM] for header in headers]
+        if all(checksum == checksums[0] for checksum in checksums):
+            return None
+        odd = next(rank for rank, checksum in enumerate(checksums) if checksum != checksums[0])
+        return LayoutMismatchError(
+            f"rank 0 and rank {odd} of the group passed different token ids to {self.call}. The ids must be the "
+            "same on every rank of a vocabulary-parallel group: shard the data loader over the data-parallel "
+            "ranks only."
+        )
+
+    def code(self, headers: Tensor) -> Tensor:
+        """The class of `error` as a number, or 0, of headers `[tp, 8]` on the device: an int64 scalar there."""
+        compared = [SIGNATURE, *([CHECKSUM] if self.compare_checksum else [])]
+        differ = torch.stack([(headers[:, word] != headers[0, word]).any() for word in compared]).any()
+        code = torch.where(differ, class_code(LayoutMismatchError), 0)
+        if self.found is not None:
+            code = torch.where((headers[:, FOUND_ROW] >= 0).any(), class_code(self.found.error), code)
+        fault = headers[:, FAULT].amax()
+        return torch.where(fault > 0, fault, code)
+
+
+def _found_by(ranks: list[int]) -> str:
+    return f" [found by rank {', '.join(map(str, ranks))} of the group]"
