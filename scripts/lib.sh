@@ -1,5 +1,5 @@
-# Shared by quickstart, test and check: `setup quickstart|dev` makes .venv in the checkout complete, once, and puts
-# it first in PATH. Sourced, not run; the caller has `set -euo pipefail`.
+# Shared by quickstart, test, check and bench: `setup quickstart|dev|bench` makes .venv in the checkout complete, once,
+# and puts it first in PATH. Sourced, not run; the caller has `set -euo pipefail`.
 # shellcheck shell=bash
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -8,8 +8,8 @@ VENV=$ROOT/.venv
 INSTALLED=$VENV/vocab-parallel-installed
 # Says that these scripts made the folder, so they may delete it.
 OURS=$VENV/vocab-parallel-made-this
-# A CPU build of torch and all pins take about 1.5 GB, pip's unpacking the rest.
-NEEDED_MB=3000
+# A CPU build of torch, Triton and all pins take about 2.5 GB, pip's unpacking the rest.
+NEEDED_MB=4000
 
 setup() { # setup SET: SET names requirements/SET.txt
   local set=$1 python
@@ -76,7 +76,7 @@ lock() { # takes the lock on descriptor 9; through Python, since not every syste
 }
 
 install() { # install SET PYTHON
-  local set=$1 python=$2 began=$SECONDS
+  local set=$1 python=$2 began=$SECONDS kept
   check_disk
   if [[ -e $VENV && ! -e $OURS ]]; then
     die "$VENV exists and was not made by these scripts." "Move it away; the scripts make their own there."
@@ -89,14 +89,15 @@ install() { # install SET PYTHON
     say "Making .venv with $("$python" --version) ..."
     "$python" -m venv "$VENV"
   fi
+  kept=$(grep -vE "^(quickstart|$set) " "$INSTALLED" 2>/dev/null || true) # the pins of all sets agree
   rm -f "$INSTALLED"
   say "Installing requirements/$set.txt (once, a minute or two) ..."
   pip_install -r "$(pins "$set")"
   pip_install --no-deps -r "$(pins data)"
   pip_install --no-deps --no-build-isolation --editable .
   "$VENV/bin/python" -c 'import torch' || die "torch is installed but cannot be imported (see above)."
-  # dev.txt includes quickstart.txt, so either set brings the quickstart's.
-  printf '%s\n' "quickstart $(fingerprint quickstart)" "$set $(fingerprint "$set")" >"$INSTALLED.new"
+  # Every set includes quickstart.txt, so any of them brings the quickstart's.
+  printf '%s\n' "quickstart $(fingerprint quickstart)" "$set $(fingerprint "$set")" ${kept:+"$kept"} >"$INSTALLED.new"
   mv "$INSTALLED.new" "$INSTALLED"
   say "Set up in $((SECONDS - began)) s."
 }

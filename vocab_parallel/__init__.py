@@ -27,9 +27,11 @@ from vocab_parallel.loss import (
     cross_entropy,
     kl_div,
     linear_cross_entropy,
+    linear_distillation,
     linear_kl_div,
     linear_row_loss,
     linear_token_logprobs,
+    linear_topk_distillation,
     token_logprobs,
 )
 from vocab_parallel.select import TopK, greedy, top_k
@@ -62,9 +64,11 @@ __all__ = [
     "greedy",
     "kl_div",
     "linear_cross_entropy",
+    "linear_distillation",
     "linear_kl_div",
     "linear_row_loss",
     "linear_token_logprobs",
+    "linear_topk_distillation",
     "tie_weights",
     "token_logprobs",
     "top_k",

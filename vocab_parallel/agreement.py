@@ -36,12 +36,8 @@ from vocab_parallel.shard import RankGroup, device_of
 __all__ = ["Exchange", "Found", "capture", "checksum", "first_row", "judge", "raise_deferred"]
 
 _MESSAGE_BYTES = 4096
-_FIRST_BYTES = {
-    "loss": 48 * 1024,
-    "select": 512,
-    "header": 0,
-    "mean": 16,
-}  # of payload, while nothing is known: 4,096 rows of a loss
+# Of payload, while nothing is known: 4,096 rows of a loss.
+_FIRST_BYTES = {"loss": 48 * 1024, "select": 512, "header": 0, "mean": 16}
 _WINDOW = 8  # exchanges that a size is remembered for
 
 
@@ -159,8 +155,7 @@ class Exchange:
             call, group.rank, fault, found, compare_checksum,
             None if self._expected is None else (self._expected.call, self._expected.signature),
         )  # fmt: skip
-        self._sizes = _sizes(group, kind)
-        self._capacity = max(self._sizes)
+        self._capacity = max(_sizes(group, kind))
         self._buffer = torch.zeros(HEADER_BYTES + self._capacity, dtype=torch.uint8, device=device)
         self._fill_header(rows or 0, target_rows or 0, checksum, status)
         if self._payload is not None and self._need is not None and self._need <= self._capacity:
@@ -183,28 +178,33 @@ class Exchange:
 
     def _start(self) -> None:
         habit = self.group.habit
-        call = habit.current  # what it notes is this exchange, not the all-gathers that it is made of
-        habit.current = None
-        self._pending = all_gather(self.group, self._buffer)
         self._rest: Pending | None = None
+        with habit.unnoted():  # it is noted as an exchange, not as the all-gathers that it is made of
+            self._pending = all_gather(self.group, self._buffer)
         if self._trusts:
             self._agree()
+        elif self._defers and habit.known and not self._opens:  # a fault: the others go on, with a payload
+            self._send_rest(self.kind, *(step.need for step in habit.left()[:1]))
         if not self._opens:
-            habit.current = call
             habit.note(Step("exchange", kind=self.kind, need=self._need))
 
     def _agree(self) -> None:
         """The ranks make one call, or this rank takes it that they do."""
-        habit = self.group.habit
-        if self._payload is not None and self._need is not None:
-            self._sizes.append(self._need)
-            if self._need > self._capacity:
-                call, habit.current = habit.current, None
-                self._rest = all_gather(self.group, _as_bytes(self._payload))
-                habit.current = call
+        self._send_rest(self.kind, self._need)
         if self._defers and self._opens:
             known = self._expected if self._trusts else None
-            habit.begin(known or Plan(self.call, self._signature, self.kind, self._need), known is not None)
+            plan = known or Plan(self.call, self._signature, self.kind, self._need)
+            self.group.habit.begin(plan, known is not None)
+
+    def _send_rest(self, kind: str, need: int | None = None) -> None:
+        """Remembers what an exchange needed, and sends the payload that had no room in it."""
+        if need is None:
+            return
+        _sizes(self.group, kind).append(need)
+        if need > self._capacity:
+            payload = self._buffer.new_zeros(need) if self._payload is None else _as_bytes(self._payload)
+            with self.group.habit.unnoted():
+                self._rest = all_gather(self.group, payload)
 
     def wait(self) -> Tensor:
         """All payloads in rank order, `[tp, *payload.shape]`; or the error that some rank has, on every rank."""
@@ -247,26 +247,18 @@ class Exchange:
 
     def _go_along(self) -> None:
         """Issues the collectives that the other ranks issue after this one, so that none of them waits in vain."""
-        left = self.group.habit.left() if not self._opens else []
-        opening = None
-        if self._opens and self._expected is not None:
-            opening = Step("exchange", kind=self._expected.kind, need=self._expected.need)
-            left = [opening, *self._expected.steps]
+        plan, left = self._expected, self.group.habit.left()
         self.group.habit.end()
+        if self._opens and plan is not None:
+            self._send_rest(plan.kind, plan.need)
+            left = plan.steps
+        if self._rest is not None:
+            self._rest.wait()
         for step in left:
-            if step.name != "exchange":
+            if step.name == "exchange":
+                _imitate(self.group, step, self._buffer)
+            else:
                 repeat(self.group, step)
-                continue
-            sizes = _sizes(self.group, step.kind)
-            capacity = self._capacity if step is opening else max(sizes)
-            sent = self._buffer.new_zeros(HEADER_BYTES + capacity)
-            if step is not opening:  # in that one this rank took part
-                all_gather(self.group, sent).wait()
-            if step.need is None:
-                continue
-            sizes.append(step.need)
-            if step.need > capacity:
-                all_gather(self.group, sent.new_zeros(step.need)).wait()
 
     @property
     def rows(self) -> list[int]:
@@ -291,6 +283,17 @@ def _alone(group: RankGroup, fault: Exception | None, found: Found | None) -> No
     if found is not None:
         describe = found.describe
         judge(group, found.words, found.error, lambda words: describe(*words))
+
+
+def _imitate(group: RankGroup, step: Step, like: Tensor) -> None:
+    """Takes part in an exchange of the other ranks."""
+    sizes = _sizes(group, step.kind)
+    capacity = max(sizes)
+    all_gather(group, like.new_zeros(HEADER_BYTES + capacity)).wait()
+    if step.need is not None:
+        sizes.append(step.need)
+        if step.need > capacity:
+            all_gather(group, like.new_zeros(step.need)).wait()
 
 
 def _sizes(group: RankGroup, kind: str) -> deque[int]:

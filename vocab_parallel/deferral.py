@@ -9,7 +9,8 @@ one goes on without a look at the flags; any other one looks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class UnreadFlags:
         """Starts copying `flags` to the host, without waiting."""
         copied = None
         if flags.is_cuda:
-            copy = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            copy = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
             copy.copy_(flags, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(torch.cuda.current_stream(flags.device))
@@ -189,6 +190,15 @@ class Habit:
             self._at += 1
             if not self.known:
                 self.current.steps.append(step)
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Collectives that are parts of something noted already."""
+        current, self.current = self.current, None
+        try:
+            yield
+        finally:
+            self.current = current
 
     def left(self) -> list[Step]:
         """What the call under way, which is known, has still to issue."""

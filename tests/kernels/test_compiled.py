@@ -1,4 +1,4 @@
-"""The kernels compile for a GPU, and to good code; the same tests in the interpreter, where a GPU runs them compiled."""
+"""The kernels compile for a GPU, and to good code. Where a GPU runs all these tests, the interpreter does as well."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_matrices_are_read_and_written_16_bytes_at_a_time(compiled: dict[str, An
             if access.endswith(("v4.b32", "v2.b64")):
                 wide[access[:2]] += count
         single = sum(kernel["accesses"].values()) - sum(wide.values())
-        assert wide["ld"] >= 3 and (wide["st"] >= 2 or name == "not in place"), (name, kernel)
+        assert wide["ld"] >= 2 and (wide["st"] >= 2 or name == "not in place"), (name, kernel)
         assert single <= 14, (name, kernel)  # scalars of the row and the last columns
 
 

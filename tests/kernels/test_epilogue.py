@@ -132,17 +132,18 @@ def test_scale_of_views(device: str) -> None:
     for name, some, other in zip(("grad", "scaled"), scale(*arguments), plain, strict=True):  # type: ignore[arg-type]
         assert some is not None and other is not None
         require_equal(name, [some, other])
-    arguments[6] = torch.tensor(0.5, device=device).expand(6)  # one scale for every row
-    expanded, _ = scale(*arguments)  # type: ignore[arg-type]
-    best, _ = exact(tuple(arguments))
-    assert expanded is not None and best is not None
-    require_close("grad", expanded, best, torch.float32)
+    for at in (6, 7):  # one number for every row
+        arguments[at] = torch.tensor(0.5, device=device).expand(6)
+    for some, best in zip(scale(*arguments), exact(tuple(arguments)), strict=True):  # type: ignore[arg-type]
+        assert some is not None and best is not None
+        require_close("expanded", some, best, some.dtype)
 
 
 @pytest.mark.parametrize("far", ["product", "hidden", "weight"])
 def test_scale_past_two_to_the_31(far: str, device: str) -> None:
     """A matrix whose third row is 2^31 + 16 elements into a storage of which three short pieces are touched."""
     arguments = list(operands(3, 8, 3, torch.bfloat16, device, False))
+    arguments[3] = torch.full((3,), 2, device=device)
     plain = scale(*arguments)  # type: ignore[arg-type]
     at = ("product", "hidden", "weight").index(far)
     matrix, stride = arguments[at], (1 << 30) + 8

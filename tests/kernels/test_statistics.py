@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.tolerances import require_close, require_equal
-from vocab_parallel.loss import normalizer
+from vocab_parallel.loss import kernels, normalizer
 from vocab_parallel.loss.kernels.statistics import Statistics, statistics
 from vocab_parallel.loss.normalizer import Wanted
 from vocab_parallel.loss.options import Scores
@@ -83,14 +83,26 @@ def test_scores(softcap: float | None, temperature: float, blocking: str, device
     require_close("exponentials", buffer, exponentials, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_small_scores_under_a_softcap(dtype: torch.dtype, device: str) -> None:
+    """Relative to themselves: `1 - exp(-2x)` would keep only what is left of 1."""
+    logits = torch.tensor([[1e-6], [-3e-5], [1e-3], [-0.04], [0.6], [-0.62], [0.63], [5.0]], dtype=dtype, device=device)
+    got = statistics(logits.clone(), **NOTHING | {"softcap": 1.0, "temperature": 0.7})
+    ratio = got.maximum / (torch.tanh(logits.double()) / 0.7)[:, 0]
+    require_close("score", ratio, torch.ones_like(ratio), dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_equals_the_eager_twin(softcap: float | None, dtype: torch.dtype, blocking: str, device: str) -> None:
+def test_equals_the_eager_twin(
+    softcap: float | None, dtype: torch.dtype, blocking: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = random(4, 45, dtype, device)
     logits[0, 3:40] = -INF
     logits[1] = -INF
     buffer, other = logits.clone(), logits.clone()
     got = statistics(buffer, **EVERYTHING | {"softcap": softcap, "temperature": 0.8, "in_place": True})
+    monkeypatch.setattr(kernels, "available", lambda tensor: False)
     wanted = Wanted(shifted_sum=True, expected=True, top=True)
     twin = normalizer.statistics(other, scores=Scores(softcap, 0.8), wanted=wanted, in_place=True)
     fields = (twin.maximum, twin.sumexp, twin.shifted_sum, twin.expected, twin.second, twin.argmax)

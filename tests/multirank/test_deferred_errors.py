@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,22 +24,20 @@ from tests.multirank.test_bad_input import (
     FAULTS,
     OPERATIONS,
     PADDED,
-    D,
     Key,
     V,
     bad_rank,
     forward_and_backward,
     keys_of,
-    whole_tables,
 )
 from tests.ranks import RankFailure, run_ranks
 from vocab_parallel import VocabLayout, VocabShard
 from vocab_parallel.agreement import Exchange, first_row, judge, raise_deferred
 from vocab_parallel.collectives import all_reduce_
-from vocab_parallel.deferral import Unread
-from vocab_parallel.errors import LayoutMismatchError, NonFiniteError
+from vocab_parallel.deferral import Found, Unread
+from vocab_parallel.errors import LayoutMismatchError, NonFiniteError, TargetRangeError
 
-WARM = 3  # calls after which a group that only makes this one expects it
+WARM = 2  # calls after which a group that only makes this one expects it
 
 
 def deferred_shard(world: int) -> VocabShard:
@@ -192,14 +191,19 @@ def meet_first(rank: int, world: int, key: Key) -> dict[str, Any]:
 
 @functools.cache
 def meetings(world: int, warm: bool) -> dict[Key, Any]:
-    keys = [key for index in range(len(FAULTS)) for key in keys_of(index)]
+    keys = [key for index in range(len(FAULTS)) for key in keys_met(index, world, warm)]
     return run_batch(meet_warm if warm else meet_first, world, keys, timeout=100, detail=world != 2)
+
+
+def keys_met(index: int, world: int, warm: bool) -> list[Key]:
+    """Three ranks, and ranks that do not trust each other, differ where only one rank sees the fault."""
+    return [key for key in keys_of(index) if key[2] != EVERY or (world == 2 and warm)]
 
 
 @pytest.mark.parametrize(("world", "warm"), [(2, True), (2, False), (3, True)])
 @pytest.mark.parametrize("index", [pytest.param(i, id=fault.name) for i, fault in enumerate(FAULTS)])
 def test_a_fault_is_the_same_class_on_every_rank_by_the_next_call(index: int, world: int, warm: bool) -> None:
-    for key in keys_of(index):
+    for key in keys_met(index, world, warm):
         fault, (_, operation, where) = FAULTS[index], key
         what = f"{fault.name}, {operation}, {where}, {'expected' if warm else 'first'} call"
         found = meetings(world, warm)[key]
@@ -214,3 +218,230 @@ def test_a_fault_is_the_same_class_on_every_rank_by_the_next_call(index: int, wo
         if not warm:
             assert not any(one["late"] for one in found) or fault.errors == "NonFiniteError", f"{what}: late: {found}"
         assert max(one["off"] for one in found) < 1e-5, f"{what}: the right call afterwards gives a wrong value"
+
+
+# --- the protocol, call by call ---------------------------------------------------------------------------------------
+
+
+def several_steps(shard: VocabShard, words: str, *, chunks: int = 3, rows: int = 4, fails_at: int = -1) -> torch.Tensor:
+    """A call of several exchanges and reductions; with `fails_at`, this rank's own code fails in that chunk."""
+    total, fault = torch.zeros(2), None
+    for chunk in range(chunks):
+        fault = fault or (ValueError("this rank's own code") if chunk == fails_at else None)
+        payload = torch.full((rows,), float(shard.rank + chunk))
+        exchange = Exchange(
+            shard, "loss", words, payload=payload, fault=fault, opens=chunk == 0, may_fail=chunk > 0,
+        )  # fmt: skip
+        gathered = exchange.wait()
+        total += all_reduce_(shard, gathered.sum(1)[:2].clone()).wait()
+    return total
+
+
+def expected_total(world: int, chunks: int = 3, rows: int = 4) -> float:
+    """The first entry of the right result."""
+    return float(world * rows * sum(range(chunks)))
+
+
+def fault_in_the_middle(rank: int, world: int, warm: int) -> dict[str, Any]:
+    shard = deferred_shard(world)
+    for _ in range(warm):
+        several_steps(shard, "a")
+    faulty = attempt(lambda: several_steps(shard, "a", fails_at=1 if rank == 1 else -1))
+    at_next = attempt(lambda: several_steps(shard, "a")) if faulty.kind is None else faulty
+    return {"faulty": faulty, "met": at_next, "after": several_steps(shard, "a")[0].item()}
+
+
+@pytest.mark.parametrize("warm", [0, 1, WARM])
+def test_a_fault_in_the_middle_of_a_call_reaches_every_rank(warm: int) -> None:
+    found = run_batch(fault_in_the_middle, 2, [warm], timeout=20)[warm]
+    assert not isinstance(found, str), found
+    assert [one["met"].kind for one in found] == ["ValueError"] * 2, found
+    assert "this rank's own code" in found[1]["met"].message
+    assert "rank 1" in found[0]["met"].message
+    assert (found[0]["faulty"].kind is None) == (warm > 0), "where the call is known, the other rank learns later"
+    assert [one["after"] for one in found] == [expected_total(2)] * 2
+
+
+def out_of_step(rank: int, world: int, _: str) -> dict[str, Any]:
+    """Calls a and b take turns; then rank 1 leaves one out."""
+    shard = deferred_shard(world)
+    for _ in range(3):
+        several_steps(shard, "a")
+        several_steps(shard, "b", chunks=2)
+    with no_host_reads():
+        several_steps(shard, "a")
+    mine = ("a", 3) if rank == 1 else ("b", 2)
+    met = attempt(lambda: several_steps(shard, mine[0], chunks=mine[1]))
+    if met.kind is None:
+        met = attempt(lambda: raise_deferred(shard))
+    return {"met": met, "after": several_steps(shard, "a")[0].item()}
+
+
+def test_ranks_out_of_step_are_told_which_call_was_expected() -> None:
+    found = run_batch(out_of_step, 2, ["once"], timeout=20)["once"]
+    assert not isinstance(found, str), found
+    assert [one["met"].kind for one in found] == ["LayoutMismatchError"] * 2, found
+    assert has_word(found[1]["met"].message, "rank 0: b") and has_word(found[1]["met"].message, "rank 1: a"), found
+    assert "rank 1: another call" in found[0]["met"].message, found
+    assert [one["after"] for one in found] == [expected_total(2)] * 2
+
+
+def sizes_change(rank: int, world: int, _: str) -> list[dict[str, int]]:
+    """A large call, so many small ones that its size is forgotten, and the large one where it is expected again."""
+    shard = deferred_shard(world)
+    counts = []
+    for large in [True, *[False] * 9] * 4:
+        shard.traffic.reset()
+        rows = 40_000 if large else 4
+        total = several_steps(shard, f"{rows} rows", rows=rows)
+        assert total[0].item() == expected_total(world, rows=rows)
+        if large:
+            counts.append(dict(shard.traffic.calls))
+    raise_deferred(shard)
+    return counts
+
+
+def test_a_payload_whose_size_is_forgotten_follows_in_a_second_exchange() -> None:
+    for counts in run_ranks(_sizes_change, 2):
+        assert counts == [{"all_gather": 4, "all_reduce": 3}] * 4
+
+
+def _sizes_change(rank: int) -> list[dict[str, int]]:
+    return sizes_change(rank, 2, "")
+
+
+def fault_while_sizes_change(rank: int, world: int, _: str) -> dict[str, Any]:
+    shard = deferred_shard(world)
+    for large in [True, *[False] * 4] * 3:
+        rows = 40_000 if large else 4
+        several_steps(shard, f"{rows} rows", rows=rows)
+    for _ in range(8):
+        shard.payload_sizes["loss"].append(16)  # as if more small calls had come
+    fault = ValueError("mine") if rank == 1 else None
+    if fault is not None:
+        met = attempt(lambda: Exchange(shard, "loss", "a call", fault=fault).wait())
+    else:
+        several_steps(shard, "40000 rows", rows=40_000)
+        met = attempt(lambda: raise_deferred(shard))
+    return {"met": met, "after": several_steps(shard, "a")[0].item()}
+
+
+def test_a_faulty_rank_goes_along_with_a_payload_that_follows() -> None:
+    found = run_batch(fault_while_sizes_change, 2, ["once"], timeout=20)["once"]
+    assert not isinstance(found, str), found
+    assert [one["met"].kind for one in found] == ["ValueError"] * 2, found
+    assert [one["after"] for one in found] == [expected_total(2)] * 2
+
+
+def many_flags(rank: int, world: int, bad: int) -> Attempt:
+    """More flags than are kept: the first error is the one that is raised."""
+    shard = deferred_shard(world)
+    for at in range(600):
+        row = first_row(torch.tensor([at in (bad, bad + 100)]))
+        judge(shard, torch.stack([row, torch.tensor(at)]), NonFiniteError, lambda flags: NonFiniteError(f"{flags[1]}"))
+        assert len(shard.unread) <= 256
+    return attempt(lambda: raise_deferred(shard))
+
+
+def test_the_first_of_many_errors_is_raised_and_no_more_flags_are_kept_than_a_few() -> None:
+    for bad, found in run_batch(many_flags, 1, [0, 17, 300, 499], timeout=20).items():
+        assert not isinstance(found, str), found
+        assert (found[0].kind, found[0].message) == ("NonFiniteError", str(bad))
+
+
+def different_settings(rank: int) -> None:
+    VocabShard(VocabLayout(V, 2), dist.group.WORLD, deferred_errors=rank == 0)
+
+
+def test_ranks_must_defer_errors_alike() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(different_settings, 2)
+    assert {error.type for error in failure.value.errors.values()} == {LayoutMismatchError.__name__}
+    assert all("rank 0: True, rank 1: False" in error.message for error in failure.value.errors.values())
+
+
+def alone(rank: int, world: int, _: str) -> list[Attempt]:
+    """Without a group: the flags of one call are raised at the next, whatever it is."""
+    shard = VocabShard(VocabLayout(V, 1), deferred_errors=True)
+    met = []
+    for operation, name, value in (("cross_entropy", "target", 99), ("embedding", "input", -1)):
+        right = OPERATIONS[operation]
+        arguments = right.arguments(shard)
+        arguments[name][1] = value
+        right.call(shard=shard, **arguments)
+        met.append(attempt(lambda right=right: right.call(shard=shard, **right.arguments(shard))))
+        right.call(shard=shard, **right.arguments(shard))
+    return met
+
+
+def test_in_a_group_of_one_flags_are_raised_at_the_next_call() -> None:
+    (found,) = run_batch(alone, 1, ["once"], timeout=20).values()
+    assert not isinstance(found, str), found
+    assert [one.kind for one in found[0]] == ["TargetRangeError", "TokenRangeError"]
+    assert has_word(found[0][0].message, "99 at row 1") and has_word(found[0][1].message, "-1 at position 1")
+
+
+CALLS = {"a": {"chunks": 3}, "b": {"chunks": 2, "rows": 15_000}, "c": {"chunks": 1}, "d": {"chunks": 9, "rows": 300}}
+TROUBLE = ["a fault", "a fault in the middle", "another call", "a bad value", "another checksum"]
+
+
+def history(rank: int, world: int, seed: int) -> list[tuple[str, Any]]:
+    """A long random run of calls, most of them in turn, now and then with something wrong on one rank."""
+    shard, draw = deferred_shard(world), random.Random(seed)
+    turn = draw.choice(["a", "ab", "abc", "aacd", "db"])
+    seen: list[tuple[str, Any]] = []
+    for at in range(60):
+        name = turn[at % len(turn)] if draw.random() < 0.9 else draw.choice(list(CALLS))
+        trouble, who = draw.choice(TROUBLE) if draw.random() < 0.25 else "", draw.randrange(world)
+        mine = trouble if rank == who else ""
+        other = draw.choice([one for one in CALLS if one != name])
+
+        def step(name: str = name, mine: str = mine, other: str = other) -> Any:
+            if mine == "a fault":
+                Exchange(shard, "loss", "wrong", fault=TypeError("mine")).wait()
+            if mine in ("a bad value", "another checksum"):
+                return one_step(shard, name, bad=mine == "a bad value", **CALLS[name])
+            name = other if mine == "another call" else name
+            fails_at = CALLS[name]["chunks"] - 1 if mine == "a fault in the middle" else -1
+            result = several_steps(shard, name, fails_at=fails_at, **CALLS[name])
+            return result[0].item() == expected_total(world, **CALLS[name])
+
+        right: list[Any] = []
+        met = attempt(lambda step=step, right=right: right.append(step()))
+        if met.kind is None:
+            met = attempt(lambda: raise_deferred(shard))
+        seen.append((trouble, met.kind or right[0]))
+    return seen
+
+
+def one_step(shard: VocabShard, name: str, *, bad: bool, chunks: int, rows: int = 4) -> bool:
+    """As `several_steps`, with a bad value or another checksum in the first exchange."""
+    found = Found(torch.tensor([0, 7]), TargetRangeError, lambda row, value: TargetRangeError(f"{value} at row {row}"))
+    for chunk in range(chunks):
+        exchange = Exchange(
+            shard, "loss", name, payload=torch.zeros(rows), opens=chunk == 0, may_fail=chunk > 0,
+            found=found if bad and chunk == 0 else None, checksum=int(not bad and chunk == 0),
+        )  # fmt: skip
+        all_reduce_(shard, exchange.wait().sum(1)[:2].clone()).wait()
+    return False
+
+
+@functools.cache
+def histories(world: int) -> dict[int, Any]:
+    return run_batch(history, world, list(range(8)), timeout=100, detail=world != 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("world", [2, 3])
+def test_whatever_happens_the_ranks_stay_together(seed: int, world: int) -> None:
+    found = histories(world)[seed]
+    assert not isinstance(found, str), found
+    for at, seen in enumerate(zip(*found, strict=True)):
+        trouble, kinds = seen[0][0], {kind for _, kind in seen}
+        classes = {
+            "": True, "a fault": "TypeError", "a fault in the middle": "ValueError", "a bad value": "TargetRangeError",
+        }  # fmt: skip
+        wanted = classes.get(trouble, "LayoutMismatchError")
+        if trouble == "a fault in the middle" and kinds == {True}:
+            continue
+        assert kinds == {wanted}, f"call {at}, {trouble or 'nothing wrong'}: {seen}"

@@ -64,8 +64,10 @@ def cases(draw: Any) -> Case:
         case = replace(case, spread=spread, target_local=spread is None or (not case.soft and one(True, False)))
     if linear and case.chunk_size is None:
         case = replace(case, execution=one({}, {"memory_budget": one(1, 500, 10**6)}))
+    if function == "row_loss" and one(False, True):
+        case = replace(case, execution=case.execution | {"entropy": False})
     case = replace(case, options=_options(case, one))
-    if case.function == "cross_entropy" and one(False, True):
+    if case.function != "token_logprobs" and one(False, True):
         names = [name for name in OUTPUTS if not (case.soft and name in ("logprob", "correct"))]
         case = replace(case, outputs=tuple(draw(st.lists(st.sampled_from(names), min_size=1, unique=True))))
     if (case.bias or not linear) and not case.options.get("label_smoothing") and one(False, True):
@@ -136,12 +138,14 @@ def smaller(case: Case) -> Iterator[Case]:
     """The case with one of its settings at its default, as far as the rest allows that."""
     for one in fields(Case):
         plain = getattr(SMALLEST, one.name)
-        if one.name not in ("name", "options", "soft") and getattr(case, one.name) != plain:
+        if one.name not in ("name", "options", "execution", "soft") and getattr(case, one.name) != plain:
             yield replace(case, **{one.name: plain})
     if case.soft and case.function == "cross_entropy":
         yield replace(case, soft=False)
-    for name in case.options:
-        yield replace(case, options={key: value for key, value in case.options.items() if key != name})
+    for one in ("options", "execution"):
+        given = getattr(case, one)
+        for name in given:
+            yield replace(case, **{one: {key: value for key, value in given.items() if key != name}})
 
 
 def allowed(case: Case) -> bool:
@@ -155,7 +159,7 @@ def allowed(case: Case) -> bool:
         and (case.bias or not case.linear or not case.masked)
         and all(token < case.vocab for token in case.masked)
         and (case.function == "kl_div" or "log_target" not in case.options)
-        and (case.function == "cross_entropy" or not case.outputs)
+        and (case.function != "token_logprobs" or not case.outputs)
     )
 
 

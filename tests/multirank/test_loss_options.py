@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import require_close, require_equal
 from vocab_parallel import VocabLayout, VocabShard, loss, reference
 
+ROWS_ONLY = tuple(name for name in OUTPUTS if name not in ("logprob", "correct"))  # what no target id is needed for
 EACH = {
     "softcap": {"softcap": 1.5},
     "a softcap far above the logits": {"softcap": 1000.0},
@@ -80,6 +81,7 @@ KL = Cases(
             options={"log_target": log_target, "reduction": reduction},
         )
     ]
+    + both("kl with outputs", function="kl_div", soft=True, outputs=ROWS_ONLY)
     + both("kl, no rows", function="kl_div", soft=True, leading=(0,))
     + both("kl, weighted", function="kl_div", soft=True, weighted=True, options={"reduction": "none"})
     + both("kl, scores", function="kl_div", soft=True, options={"softcap": 1.5, "temperature": 0.7})
@@ -162,6 +164,11 @@ LOGPROBS = Cases(
         Case("row loss", function="row_loss", chunk_size=2, bias=True),
         Case("row loss, none", function="row_loss", chunk_size=3, options={"reduction": "none", "softcap": 1.5}),
         Case("row loss, [s, b]", function="row_loss", leading=(3, 2), options={"temperature": 0.7}),
+        Case("row loss, no entropy", function="row_loss", chunk_size=2, bias=True, execution={"entropy": False}),
+        Case(
+            "row loss, no entropy, capped", function="row_loss", options={"softcap": 1.5}, execution={"entropy": False}
+        ),
+        Case("row loss with outputs", function="row_loss", chunk_size=2, outputs=OUTPUTS),
         Case("row loss, all ignored", function="row_loss", ignored="all"),
         Case("row loss, no rows", function="row_loss", leading=(0,)),
     ]
@@ -174,7 +181,6 @@ def test_log_probabilities_and_entropies_and_losses_made_of_them(case, tp):
     LOGPROBS.check(case, tp)
 
 
-ROWS_ONLY = tuple(name for name in OUTPUTS if name not in ("logprob", "correct"))
 OUT = Cases(
     [
         replace(case, chunk_size=3 if case.linear else None)
@@ -324,6 +330,61 @@ EDGES = Cases(
 @EDGES.each
 def test_targets_at_every_edge_of_every_shard(case, tp):
     EDGES.check(case, tp)
+
+
+def _ignored_rows(rank, case):
+    """Loss and gradients with something in the ignored rows, and with zeros there."""
+    shard = shard_of(case.vocab)
+    results = []
+    for filling in (torch.nan, torch.inf, -torch.inf, 0.0):
+        tensors = whole(case)
+        ignored = tensors["target"] == -100
+        tensors["input"][ignored] = filling
+        if case.function == "token_logprobs":  # the entropies of those rows are values like any other
+            tensors["upstream"][ignored] = 0.0
+        mine = local(case, tensors, shard)
+        for name in case.names:
+            mine[name].requires_grad_()
+        outputs = loss.RowOutputs(*case.outputs) if case.outputs else None
+        value = call(case, mine, shard, outputs)
+        value.backward(mine["upstream"])
+        gradients = [mine[name].grad for name in case.names]
+        valid = mine["target"] != -100
+        rows = [getattr(outputs, name)[valid] for name in case.outputs] if outputs else []
+        value = value[valid] if case.function == "token_logprobs" else value
+        results.append([value.detach(), *gradients, *rows])
+    return results
+
+
+IGNORED = Batch(
+    _ignored_rows,
+    [
+        (replace(case, bias=case.linear),)
+        for name, settings in {
+            "": {"outputs": OUTPUTS},
+            "none": {"outputs": OUTPUTS, "options": {"reduction": "none"}},
+            "capped": {"options": {"softcap": 1.5, "temperature": 0.7, "z_loss": 0.1}},
+            "smoothed": {"options": {"label_smoothing": 0.1, "softcap": 1.5}},
+            "weighted": {"weighted": True, "options": {"z_loss": 0.1, "reduction": "none"}},
+            "logprobs": {"function": "token_logprobs"},
+        }.items()
+        for case in both(f"ignored rows {name}", **settings)
+    ]
+    + [
+        (Case("ignored rows, row loss", function="row_loss"),),
+        (Case("ignored rows, row loss, none", function="row_loss", options={"reduction": "none"}),),
+        (Case("ignored rows, uneven", spread="uneven", outputs=OUTPUTS, options={"reduction": "none"}),),
+    ],
+)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("case", [case for (case,) in IGNORED.cases], ids=lambda case: case.name.replace(" ", "_"))
+def test_what_ignored_rows_hold_changes_no_bit(case, tp):
+    for rank, (*fillings, with_zeros) in enumerate(IGNORED(tp, case)):
+        for filling, results in zip(("NaN", "inf", "-inf"), fillings, strict=True):
+            for index, (one, other) in enumerate(zip(with_zeros, results, strict=True)):
+                require_equal(f"result {index} on rank {rank}, zeros and {filling}", [one, other])
 
 
 BFLOAT16 = Cases(

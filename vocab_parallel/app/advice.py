@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vocab_parallel.app.cost import ROW_PASS_BYTES, Machine, Message, Prediction, Workload
+from vocab_parallel.app.cost import Machine, Message, Prediction, Workload
 from vocab_parallel.app.schedules import (
     exchange_bytes,
     fused,
@@ -52,16 +52,16 @@ def accumulation(work: Workload, machine: Machine, rows: int) -> float:
 def balance(work: Workload, machine: Machine, rows: int, tp: float) -> tuple[float, float]:
     """Of one chunk in the middle of a step: seconds of its collectives, seconds of computing that they can hide behind.
 
-    The link is busy with one exchange and one dH reduction a chunk, the rank with three products and the passes. `tp`
-    need not be whole; every rank then holds `vocab / tp` ids.
+    The link is busy with one exchange and one dH reduction a chunk; the rank with three products and the softmax pass,
+    of which the dW product and the next chunk's start hide the reduction. `tp` need not be whole; every rank then holds
+    `vocab / tp` ids. Were the products and the bandwidth all, both would be equal at tp = 1 + 3 V b / (s F).
     """
     columns = work.vocab / tp
     network, link_share = machine.network, machine.device.overlap
     reduce = network.seconds(Message("all_reduce", work.itemsize * rows * work.hidden), tp)
     exchange = network.seconds(Message("all_gather", exchange_bytes(work, rows)), tp)
     computing = 2 * machine.gemm(work, rows, columns) + machine.weight_gemm(work, rows, columns)
-    computing += machine.softmax(rows * columns) + machine.stream(float(ROW_PASS_BYTES) * rows * work.hidden)
-    return link_share * (reduce + exchange), computing
+    return link_share * (reduce + exchange), computing + machine.softmax(rows * columns)
 
 
 def hiding_limit(work: Workload, machine: Machine, rows: int) -> float:
@@ -86,12 +86,13 @@ def rows_or_weights(work: Workload, machine: Machine, rows: int) -> tuple[Predic
     return fused_sequence_parallel(work, machine, rows), gather_weights(work, machine, rows), weight_bytes / row_bytes
 
 
-def largest_items(work: Workload, budget: int | None) -> list[tuple[int, str]]:
+def largest_items(work: Workload, machine: Machine, budget: int | None) -> list[tuple[int, str]]:
     """From which TP degree on, up to 1,024, which item is the largest of the fused loss's memory."""
     found: list[tuple[int, str]] = []
     for tp in range(1, MOST_RANKS + 1):
         some = replace(work, tp=tp)
-        memory = fused_memory(some, rows_in_budget(some, budget), some.tokens)
+        rows = rows_in_budget(some, budget)
+        memory = fused_memory(some, rows, some.tokens, on_cpu=machine.device.on_cpu)
         item = max(memory, key=lambda name: memory[name])
         if not found or found[-1][1] != item:
             found.append((tp, item))

@@ -31,7 +31,7 @@ def run(config: BenchConfig) -> bool:
     """Measures, prints, and writes the results folder.
 
     Returns:
-        Whether ours ran and every check of a sweep passed; the same on all ranks.
+        Whether ours did not fail and every check of a sweep passed; the same on all ranks.
     """
     names = chosen(config)
     # Its own collectives wait for the slowest contestant; the contestants' groups have the configured limit.
@@ -51,11 +51,9 @@ def run(config: BenchConfig) -> bool:
         text = bench_report.text(report)
         job.say(text)
         if job.first:
-            folder = _folder(config)
-            (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            (folder / "bench.txt").write_text(text + "\n", encoding="utf-8")
-            bench_report.plot(report, folder / "bench.png")
-            job.say(f"results: {folder}")
+            job.say(f"results: {_write(report, text, _folder(config))}")
+        # The launcher ends the other ranks as soon as one leaves with a status that is not 0.
+        job.agree(None)
         return bool(report["passed"])
 
 
@@ -130,24 +128,31 @@ def _report(
     """Everything that was measured, as it is written; the same on all ranks."""
     measured = [bench_results.of_point(field, point) for point in points]
     checks = bench_results.checks(config.sweep, measured)
+    standing = field.standing()
     report = {
         "command": "bench loss",
         "config": dataclasses.asdict(config),
         "environment": {**runlog.versions(), **bench_results.machine(job.device), "ranks": job.world},
         "definitions": bench_results.DEFINITIONS,
-        "contestants": field.standing(),
+        "contestants": standing,
         "points": measured,
         "errors": errors,
         "checks": checks,
-        "passed": "ours" in field.running and all(check["passed"] for check in checks),
+        "passed": standing.get("ours", {}).get("status") in (None, "ran") and all(check["passed"] for check in checks),
     }
     return dict(job.agree(report))
 
 
-def _folder(config: BenchConfig) -> Path:
-    folder = runlog.new_folder(Config(name="bench")) if config.out is None else Path(config.out)
+def _write(report: dict[str, Any], text: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / "bench.txt").write_text(text + "\n", encoding="utf-8")
+    bench_report.plot(report, folder / "bench.png")
     return folder
+
+
+def _folder(config: BenchConfig) -> Path:
+    return runlog.new_folder(Config(name=f"bench-{config.dtype}")) if config.out is None else Path(config.out)
 
 
 @contextmanager

@@ -85,6 +85,5 @@ def from_words(words: Sequence[str]) -> BenchConfig:
     try:
         return dacite.from_dict(BenchConfig, data, dacite.Config(strict=True, type_hooks={float: _as_float}))
     except dacite.WrongTypeError as error:
-        raise ConfigError(
-            f"{error.field_path}: expected {_type_name(error.field_type)}, got {error.value!r}"
-        ) from error
+        name = str(error.field_path)
+        raise ConfigError(f"{name}: expected {_type_name(known[name])}, got {data[name]!r}") from error

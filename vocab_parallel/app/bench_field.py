@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -26,14 +27,14 @@ class Point:
     value: int | None  # of what the sweep varies
     problem: Problem
     choice: Choice  # ours
-    seen_rows: int | None = None
+    seen_rows: int | None = None  # of a chunk of ours, while it ran
     seconds: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)  # a round's, by rank
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
     footprints: dict[str, list[measure.Footprint]] = dataclasses.field(default_factory=dict)  # by rank
 
     @property
     def rows(self) -> int | None:
-        """Of a chunk of ours, as seen while it ran; else as chosen."""
+        """Of a chunk of ours: as seen, else as chosen."""
         return self.seen_rows or self.choice.chunk_size
 
     @property
@@ -165,7 +166,8 @@ class Field:
         shape = point.shape
         needed = CONTESTANTS[name].logit_bytes * shape.tokens * shape.shard_size
         free = self._job.gather(measure.available_bytes(self._job.device))
-        ranks = self._job.world if self._job.device.type == "cpu" else 1  # that share this memory, at most
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self._job.world))
+        ranks = here if self._job.device.type == "cpu" else 1  # that share this memory
         short = [bytes for bytes in free if bytes is not None and bytes < needed * ranks]
         if short:
             words = f"needs about {needed * ranks / 1e9:.1f} GB, {min(short) / 1e9:.1f} GB are free"

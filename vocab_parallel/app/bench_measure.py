@@ -70,7 +70,8 @@ def seconds(job: Job, problem: Problem, step: Callable[[], object]) -> float:
 def projection_rows(problem: Problem, step: Callable[[], object]) -> int | None:
     """Rows of hidden states in the step's first product with this rank's head; None if it was not seen."""
     problem.clear()
-    with ProjectionRows(problem.shape.hidden, problem.shape.shard_size) as projection:
+    projection = ProjectionRows(problem.shape.hidden, problem.shape.shard_size)
+    with projection:
         step()
     problem.clear()
     return projection.rows

@@ -164,6 +164,7 @@ def _curve(report: Report, time: Any, memory: Any) -> None:
         values = [point["results"].get(name, {}).get("best_s") for point in points]
         memory.plot(rows, values, marker="o", label=name, color=_color(name))
     memory.set_xscale("log", base=2)
+    memory.set_xticks(rows, [f"{value:,}" for value in rows])
     memory.set_ylim(bottom=0)
     memory.set_xlabel("rows of a chunk")
     memory.set_ylabel("seconds a step, best")

@@ -27,14 +27,16 @@ _OPERATORS = {
         "all_reduce": ("all_reduce", 0),
         "all_reduce_": ("all_reduce", 0),
         "all_reduce_coalesced": ("all_reduce", 0),
+        "all_reduce_coalesced_": ("all_reduce", 0),
         "all_gather_into_tensor": ("all_gather", 0),
         "all_gather_into_tensor_out": ("all_gather", 0),
         "all_gather_into_tensor_coalesced": ("all_gather", 0),
         "reduce_scatter_tensor": ("reduce_scatter", 0),
+        "reduce_scatter_tensor_out": ("reduce_scatter", 0),
         "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
     },
 }
-_NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
+_NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 
 
 class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -64,7 +64,7 @@ class Device:
         gemm: FLOP/s of large matrix products; `wide_gemm` of float32 ones.
         stream: Bytes/s, read and written together, of an elementwise pass over a tensor that fits no cache.
         softmax: Elements/s of a pass that forms maximum, exponential and sum of a row and keeps the exponentials.
-        mixed_gemm: A GEMM of narrow matrices can add into a float32 one. Without, the product is added in a pass.
+        on_cpu: Has no product of narrow matrices into float32, and makes its passes in blocks that stay in cache.
         overlap: Share of a collective that can run beside computing; the rest takes the computing cores.
     """
 
@@ -73,7 +73,7 @@ class Device:
     wide_gemm: float
     stream: float
     softmax: float
-    mixed_gemm: bool = True
+    on_cpu: bool = False
     overlap: float = 1.0
 
 
@@ -134,12 +134,20 @@ class Machine:
         moved = work.itemsize * (rows * work.hidden + columns * work.hidden + rows * columns)
         return max(2.0 * rows * work.hidden * columns / rate, moved / self.device.stream)
 
+    def floor(self, work: Workload) -> float:
+        """Seconds of the three bare products of a step, in one chunk."""
+        return 3 * self.gemm(work, work.tokens, work.real)
+
     def weight_gemm(self, work: Workload, rows: float, columns: float) -> float:
-        """Seconds of a dW product that is added to what earlier chunks gave, in float32."""
-        accumulate = 2.0 * work.wide * columns * work.hidden
-        if work.itemsize < work.wide and not self.device.mixed_gemm:
-            return self.gemm(work, rows, columns) + accumulate / self.device.stream
-        moved = work.itemsize * rows * (work.hidden + columns) + accumulate
+        """Seconds of a dW product that is added to what earlier chunks gave, in float32.
+
+        Of float32 the product adds by itself; a narrow one is formed, then read and added, on a CPU out of cache.
+        """
+        total = 2.0 * work.wide * columns * work.hidden  # read and written
+        if work.itemsize < work.wide:
+            formed = 0 if self.device.on_cpu else work.itemsize * columns * work.hidden
+            return self.gemm(work, rows, columns) + (total + formed) / self.device.stream
+        moved = work.itemsize * rows * (work.hidden + columns) + total
         return max(2.0 * rows * work.hidden * columns / self.device.gemm, moved / self.device.stream)
 
     def stream(self, moved: float) -> float:
@@ -174,36 +182,65 @@ class Chunk:
         return self.project + self.statistics + self.hidden + self.finish + self.weight
 
 
-def run(chunks: Sequence[Chunk], machine: Machine, tp: int) -> float:
-    """Seconds of the chunks in order: a clock for computing and one for the communicator, which runs one at a time."""
-    overlap = machine.device.overlap
-    now = link = 0.0
+def run(chunks: Sequence[tuple[Chunk, int]], machine: Machine, tp: int) -> float:
+    """Seconds of the chunks in order, each so many times in a row."""
+    clocks = _Clocks(machine, tp)
+    for at, (chunk, times) in enumerate(chunks):
+        following = chunks[at + 1][0] if at + 1 < len(chunks) else None
+        done, state = 0, None
+        while done < times - 1:
+            before = clocks.now
+            clocks.step(chunk, chunk.fetch)
+            done += 1
+            if clocks.relative == state:  # from here on each chunk is like the one before
+                clocks.skip((times - 1 - done) * (clocks.now - before))
+                done = times - 1
+            state = clocks.relative
+        clocks.step(chunk, following.fetch if following is not None else None)
+    return max(clocks.now, clocks.link)
 
-    def send(message: Message | None) -> None:
-        nonlocal now, link
-        seconds = machine.network.seconds(message, tp)
-        link = max(link, now) + overlap * seconds
-        now += (1.0 - overlap) * seconds
 
-    fetched = 0.0
-    for at, chunk in enumerate(chunks):
+class _Clocks:
+    """One clock for computing and one for the communicator, which does one thing at a time."""
+
+    def __init__(self, machine: Machine, tp: int) -> None:
+        self._network, self._overlap, self._tp = machine.network, machine.device.overlap, tp
+        self.now = self.link = self._fetched = 0.0
+        self._first = True
+
+    def step(self, chunk: Chunk, fetch: Message | None) -> None:
+        """One chunk; `fetch` is that of the next one."""
         if chunk.fetch is not None:
-            if at == 0:
-                send(chunk.fetch)
-                fetched = link
-            now = max(now, fetched)
-            if at + 1 < len(chunks):
-                send(chunks[at + 1].fetch)
-                fetched = link
-        now += chunk.project + chunk.statistics
-        if chunk.exchange is not None:
-            send(chunk.exchange)
-        arrived = link if chunk.exchange is not None else 0.0
-        now = max(now + chunk.hidden, arrived) + chunk.finish
-        if chunk.reduce is not None:
-            send(chunk.reduce)
-        now += chunk.weight
-    return max(now, link)
+            if self._first:
+                self._fetched = self._send(chunk.fetch)
+            self.now = max(self.now, self._fetched)
+            if fetch is not None:
+                self._fetched = self._send(fetch)
+        self._first = False
+        self.now += chunk.project + chunk.statistics
+        arrived = self._send(chunk.exchange)
+        self.now = max(self.now + chunk.hidden, arrived) + chunk.finish
+        self._send(chunk.reduce)
+        self.now += chunk.weight
+
+    def skip(self, seconds: float) -> None:
+        """Moves all clocks on."""
+        self.now, self.link, self._fetched = self.now + seconds, self.link + seconds, self._fetched + seconds
+
+    @property
+    def relative(self) -> tuple[float, float]:
+        """How far the other clocks are ahead of that of computing, as far as digits go."""
+        step = max(self.now, self.link) * 1e-12 or 1.0
+        return round(max(0.0, self.link - self.now) / step), round(max(0.0, self._fetched - self.now) / step)
+
+    def _send(self, message: Message | None) -> float:
+        """Starts a collective when the communicator is free; returns when it ends, 0 if there is none."""
+        if message is None:
+            return 0.0
+        seconds = self._network.seconds(message, self._tp)
+        self.link = max(self.link, self.now) + self._overlap * seconds
+        self.now += (1.0 - self._overlap) * seconds
+        return self.link
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def preset_device(name: str, dtype: str) -> Device:
     """A device of the presets, at attained rates."""
     if name == "cpu":
         gemm, wide = _CPU_GEMM[dtype], max(_CPU_GEMM[dtype] if dtype == "float64" else 0.0, _CPU_GEMM["float32"])
-        return Device(name, gemm, wide, _CPU_STREAM, _CPU_SOFTMAX[dtype], mixed_gemm=False, overlap=0.0)
+        return Device(name, gemm, wide, _CPU_STREAM, _CPU_SOFTMAX[dtype], on_cpu=True, overlap=0.0)
     peaks, memory = _PEAKS[name]
     stream = _ATTAINED_MEMORY * memory
     # Read for the maximum, read for the exponential, written once.
@@ -94,7 +94,7 @@ class _Bench:
         softmax = logits.numel() / self._seconds(
             lambda: statistics(logits, scores=Scores(), wanted=Wanted(), in_place=True)
         )
-        return Device(str(self._job.device), gemm, wide, stream, softmax, self._job.device.type == "cuda")
+        return Device(str(self._job.device), gemm, wide, stream, softmax, self._job.device.type == "cpu")
 
     def _stream(self) -> float:
         x, y = (torch.ones(_STREAM_ELEMENTS, device=self._job.device) for _ in range(2))

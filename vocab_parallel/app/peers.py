@@ -173,9 +173,10 @@ def _deepspeed_same_chunk(place: Place) -> Step:
 
 
 def _deepspeed_step(place: Place, chunk_size: Callable[[Choice], int | None]) -> Step:
+    backend = "nccl" if place.job.device.type == "cuda" else "gloo"
     # Its shared-memory collectives would be compiled at the first use, which needs ninja; gloo serves as well.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-    importlib.import_module("deepspeed").init_distributed(dist.get_backend(), verbose=False)
+    importlib.import_module("deepspeed").init_distributed(backend, verbose=False)
     loss = importlib.import_module(_DEEPSPEED_LOSS).vocab_parallel_linear_cross_entropy
     group = place.group() if place.job.world > 1 else None
     return _with_backward(

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Entry of ``python -m vocab_parallel plan``."""
-    config = from_words(args.overrides)
+    config = _for_check(from_words(args.overrides))
     if config.measured:
         with join(ParallelConfig(threads=config.threads, device=config.where)) as job:
             _plan(config, job, args.json)
@@ -53,8 +53,8 @@ def make(config: PlanConfig, machine: Machine, world: int | None = None) -> dict
     degrees = scaling(work, machine, config.memory_budget, _DEGREES)
     curve = chunk_curve(work, machine, config.memory_budget)
     text = [
-        plan_text.describe(work, machine, config.dtype, _source(config)),
-        plan_text.schedules(list(predictions.values()), work.gradients),
+        plan_text.describe(work, machine, config.dtype, _source(config, machine.network)),
+        plan_text.schedules(list(predictions.values()), work.gradients, machine.floor(work)),
         "memory at the peak beside input and weight, MB by item\n" + plan_text.memory(list(predictions.values())),
         "ours by chunk, up to the budget\n" + plan_text.curve(curve, work.gradients),
         f"ours by TP degree, up to {MOST_RANKS:,}\n" + plan_text.scaling(degrees),
@@ -65,7 +65,7 @@ def make(config: PlanConfig, machine: Machine, world: int | None = None) -> dict
         "config": dataclasses.asdict(config),
         "workload": dataclasses.asdict(work),
         "machine": dataclasses.asdict(machine),
-        "rates": _source(config),
+        "rates": _source(config, machine.network),
         "schedules": {name: as_data(one) for name, one in predictions.items()},
         "chunk_curve": [as_data(one) for one in curve],
         "scaling": [as_data(one) for one in degrees],
@@ -97,53 +97,71 @@ def machine_of(config: PlanConfig, job: Job | None) -> Machine:
         device = found.device
     else:
         device = preset_device(config.device_name, config.dtype)
-    if found is not None and config.link == "measured":
+    if found is not None and config.link_name == "measured":
         network = found.network
     else:
-        network = preset_network(config.link, config.between, config.ranks_per_node)
+        network = preset_network(config.link_name, config.between, config.ranks_per_node)
     return Machine(_replaced_device(device, config), _replaced_network(network, config))
 
 
 def _plan(config: PlanConfig, job: Job | None, as_json: bool) -> None:
     machine = machine_of(config, job)
-    found = make(config, machine, job.world if job is not None else None)
-    if job is not None and config.device_name == config.link == "measured":
-        found["self_check"] = plan_check.against_this_job(job, machine, config)
-        found["text"] += "\n\n" + found["self_check"].pop("text")
     if config.check is not None:
-        found["check"] = plan_check.against_bench(Path(config.check), machine, config)
-        found["text"] += "\n\n" + found["check"].pop("text")
+        fit = config.gemm_tflops is None
+        found: dict[str, Any] = {
+            "kind": "check",
+            "rates": _source(config, machine.network),
+            "machine": dataclasses.asdict(machine),
+        }
+        found |= plan_check.against_bench(Path(config.check), machine, fit=fit)
+    else:
+        found = make(config, machine, job.world if job is not None else None)
+        if job is not None and config.device_name == config.link_name == "measured":
+            found["self_check"] = plan_check.against_this_job(job, machine, config)
+            found["text"] += "\n\n" + found["self_check"].pop("text")
     if job is not None and not job.first:
         return
     text = found.pop("text")
+    written = json.dumps(found, indent=1)
     if config.out is not None:
         path = Path(config.out)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            path.write_text(written + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"out: cannot write {path}: {error}") from error
-    print(json.dumps(found, indent=1) if as_json else f"predicted by the cost model, not measured\n{text}", flush=True)
+            raise ConfigError(f"out: cannot write {path}: {error.strerror}") from error
+    print(written if as_json else f"predicted by the cost model, not measured\n{text}", flush=True)
 
 
-def _source(config: PlanConfig) -> str:
+def _for_check(config: PlanConfig) -> PlanConfig:
+    """A benchmark on a CPU is compared with the presets of a CPU, if nothing else is asked for."""
+    if config.check is None or config.device is not None or config.link is not None:
+        return config
+    report = plan_check.read_bench(Path(config.check))
+    on_cpu = report.get("environment", {}).get("device", "cpu") == "cpu"
+    return dataclasses.replace(config, device="cpu") if on_cpu else config
+
+
+def _source(config: PlanConfig, network: Network) -> str:
     replaced = [
         name
         for name in ("gemm_tflops", "memory_gbs", "softmax_gps", "link_gbs", "link_us")
         if getattr(config, name) is not None
     ]
     words = "measured now" if config.device_name == "measured" else f"preset {config.device_name}"
-    words += f", link {'measured now' if config.link == 'measured' else 'preset ' + config.link}"
+    words += f", link {'measured now' if network.inside.name == 'measured' else 'preset ' + network.inside.name}"
+    if config.link_name == "measured" != network.inside.name:
+        words += " (one rank alone has none to measure)"
     return words + (f", {' and '.join(replaced)} as given" if replaced else "")
 
 
 def _replaced_device(device: Device, config: PlanConfig) -> Device:
-    given = {
-        "gemm": config.gemm_tflops and config.gemm_tflops * 1e12,
-        "stream": config.memory_gbs and config.memory_gbs * 1e9,
-        "softmax": config.softmax_gps and config.softmax_gps * 1e9,
-    }
-    return dataclasses.replace(device, **{name: value for name, value in given.items() if value})
+    return dataclasses.replace(
+        device,
+        gemm=config.gemm_tflops * 1e12 if config.gemm_tflops else device.gemm,
+        stream=config.memory_gbs * 1e9 if config.memory_gbs else device.stream,
+        softmax=config.softmax_gps * 1e9 if config.softmax_gps else device.softmax,
+    )
 
 
 def _replaced_network(network: Network, config: PlanConfig) -> Network:

@@ -32,7 +32,7 @@ class PlanConfig:
     chunk_size: int | None = None  # rows; null: what the budget and the accumulation of dW make best
     memory_budget: int | None = None  # bytes that the logits of a chunk may take; null: 256 MiB, at most 4,096 rows
     device: str | None = None  # h100 | h200 | cpu | measured; null: what the link implies
-    link: str = "nvlink"  # of the ranks of a node: nvlink | pcie | infiniband | loopback | measured
+    link: str | None = None  # of the ranks of a node: nvlink | pcie | infiniband | loopback | measured; null: likewise
     between: str = "infiniband"  # of nodes
     ranks_per_node: int = 8
     gemm_tflops: float | None = None  # these five replace what the preset or the measurement says
@@ -57,21 +57,27 @@ class PlanConfig:
             value = getattr(self, name)
             _require(value is None or value > 0, name, "null or above 0", value)
         _choice("dtype", self.dtype, tuple(ITEMSIZES))
-        _choice("link", self.link, LINKS)
         _choice("between", self.between, LINKS[:-1])
         _choice("where", self.where, ("auto", "cpu", "cuda"))
         if self.device is not None:
             _choice("device", self.device, DEVICES)
+        if self.link is not None:
+            _choice("link", self.link, LINKS)
 
     @property
     def device_name(self) -> str:
         """The device; if not set: a CPU on loopback, a measured one on a measured link, else an H100."""
-        return self.device or {"loopback": "cpu", "measured": "measured"}.get(self.link, "h100")
+        return self.device or {"loopback": "cpu", "measured": "measured"}.get(self.link or "", "h100")
+
+    @property
+    def link_name(self) -> str:
+        """The link; if not set: loopback of a CPU, measured if the device is, else NVLink."""
+        return self.link or {"cpu": "loopback", "measured": "measured"}.get(self.device or "", "nvlink")
 
     @property
     def measured(self) -> bool:
         """Whether something is to be measured on the ranks of this job."""
-        return "measured" in (self.device_name, self.link)
+        return "measured" in (self.device_name, self.link_name)
 
 
 def from_words(words: Sequence[str]) -> PlanConfig:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vocab_parallel.app.advice import MOST_RANKS, accumulation, balance, hiding_limit, largest_items, rows_or_weights
-from vocab_parallel.app.cost import Machine, Prediction, Workload
+from vocab_parallel.app.cost import Link, Machine, Prediction, Workload
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -23,34 +23,31 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def describe(work: Workload, machine: Machine, dtype: str, source: str) -> str:
     """What is planned, and for what machine."""
     device, network = machine.device, machine.network
-    links = f"{network.inside.name} {network.inside.bandwidth / 1e9:.4g} GB/s, {network.inside.latency * 1e6:.3g} us a step"
-    if work.tp > network.ranks_per_node:
-        between = network.between
-        links += (
-            f"; between nodes of {network.ranks_per_node} ranks {between.name} {between.bandwidth / 1e9:.4g} GB/s, "
-            f"{between.latency * 1e6:.3g} us"
-        )
+    links = _link(network.inside)
+    if network.between != network.inside:
+        links += f" inside nodes of {network.ranks_per_node} ranks, {_link(network.between)} between them"
+    size = f"{work.tokens:,} tokens x {work.hidden:,}, {work.vocab:,} ids over {work.tp} ranks of {work.stored:,}"
     return (
-        f"{work.tokens:,} tokens x {work.hidden:,}, {work.vocab:,} ids over {work.tp} ranks of {work.stored:,}, {dtype}\n"
+        f"{size}, {dtype}\n"
         f"rates ({source}): {device.name}, products {device.gemm / 1e12:.4g} TFLOP/s, passes {device.stream / 1e9:.4g} "
         f"GB/s, softmax {device.softmax / 1e9:.3g} G elements/s\n"
-        f"links: {links}; {network.start * 1e6:.3g} us to start; {device.overlap:.0%} of a collective runs beside computing"
+        f"links: {links}; {network.start * 1e6:.3g} us to start; {device.overlap:.0%} of a collective beside computing"
     )
 
 
-def schedules(predictions: Sequence[Prediction], gradients: int) -> str:
-    """The table of schedules: predicted figures of one rank."""
+def schedules(predictions: Sequence[Prediction], gradients: int, floor: float) -> str:
+    """The table of schedules: predicted figures of one rank. `floor`: seconds of three bare products."""
     rows = []
     for one in predictions:
         calls = " + ".join(f"{count} {kind.replace('_', '-')}" for kind, count in one.calls.items()) or "none"
         rows.append(
             [
                 one.schedule, str(one.chunk or "-"), milliseconds(one.seconds), milliseconds(one.exposed),
-                f"{one.seconds / one.gemm:.2f}", megabytes(one.peak), megabytes(max(0, one.peak - gradients)),
+                f"{one.seconds / floor:.2f}", megabytes(one.peak), megabytes(max(0, one.peak - gradients)),
                 megabytes(one.total_sent), calls,
             ]
         )  # fmt: skip
-    header = ["schedule", "chunk", "ms", "exposed ms", "x products", "peak MB", "beyond dW, dH", "sent MB", "collectives"]
+    header = ["schedule", "chunk", "ms", "exposed ms", "x floor", "peak MB", "beyond dW, dH", "sent MB", "collectives"]
     return table(header, rows)
 
 
@@ -93,18 +90,13 @@ def advice(
     rows = ours.chunk or work.tokens
     share, limit = accumulation(work, machine, rows), hiding_limit(work, machine, rows)
     by_rows, by_weights, even = rows_or_weights(work, machine, rows)
-    items = largest_items(work, budget)
+    items = largest_items(work, machine, budget)
     allowed = "the default budget allows" if budget is None else f"{megabytes(budget)} MB of logits allow"
     why = "as asked" if chosen else f"within 1% of the fastest that {allowed}"
-    better = by_rows if by_rows.seconds <= by_weights.seconds else by_weights
-    fewer = "rows" if by_rows.total_sent <= by_weights.total_sent else "weights"
     lines = [
         f"chunk: {rows:,} rows ({why}); adding each chunk's dW to the earlier ones costs {share:.1%} of its products",
         _hiding(work, machine, rows, limit),
-        f"gather {'rows' if better is by_rows else 'weights'}: rows {milliseconds(by_rows.seconds)} ms and "
-        f"{megabytes(by_rows.total_sent)} MB sent, weights {milliseconds(by_weights.seconds)} ms at best and "
-        f"{megabytes(by_weights.total_sent)} MB, with {megabytes(by_weights.peak)} MB held against "
-        f"{megabytes(by_rows.peak)}; {fewer} send less, weights do above {even:,.0f} tokens",
+        _gathering(work, by_rows, by_weights, even),
         "largest item of ours' memory: " + ", ".join(f"{item} from TP {tp}" for tp, item in items),
     ]
     fastest = min(predictions.values(), key=lambda one: one.seconds)
@@ -113,7 +105,7 @@ def advice(
         "chunk_rows": rows,
         "accumulation_share": share,
         "hiding_limit": limit if math.isfinite(limit) else None,
-        "gather": "rows" if better is by_rows else "weights",
+        "gather": _better(by_rows, by_weights),
         "gather_even_tokens": even,
         "largest_items": [{"from_tp": tp, "item": item} for tp, item in items],
         "fastest": fastest.schedule,
@@ -121,10 +113,12 @@ def advice(
 
 
 def milliseconds(seconds: float) -> str:
+    """Seconds as a number of milliseconds."""
     return f"{seconds * 1e3:,.2f}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 
 def megabytes(size: float) -> str:
+    """Bytes as a number of megabytes."""
     return f"{size / 1e6:,.1f}"
 
 
@@ -133,9 +127,33 @@ def calls_of(one: Prediction) -> int:
     return sum(one.calls.values())
 
 
+def _link(link: Link) -> str:
+    return f"{link.name} {link.bandwidth / 1e9:.4g} GB/s, {link.latency * 1e6:.3g} us a step"
+
+
+def _better(by_rows: Prediction, by_weights: Prediction) -> str:
+    return "rows" if by_rows.seconds <= by_weights.seconds else "weights"
+
+
+def _gathering(work: Workload, by_rows: Prediction, by_weights: Prediction, even: float) -> str:
+    if work.tp == 1:
+        return "gather: one rank holds all rows and all weights"
+    rows, weights = (
+        f"{milliseconds(one.seconds)} ms, {megabytes(one.total_sent)} MB sent and {megabytes(one.peak)} MB held"
+        for one in (by_rows, by_weights)
+    )
+    return (
+        f"gather {_better(by_rows, by_weights)}: rows {rows}; weights, at their best, {weights}; weights send less "
+        f"above {even:,.0f} tokens"
+    )
+
+
 def _hiding(work: Workload, machine: Machine, rows: int, limit: float) -> str:
+    if machine.device.overlap == 0:
+        return "dH reduction: takes the cores that compute (nothing of a collective runs beside), so it never hides"
     collectives, computing = balance(work, machine, rows, work.tp)
     now = f"now {milliseconds(collectives)} ms a chunk against {milliseconds(computing)} ms of computing"
     if limit > MOST_RANKS:
-        return f"dH reduction: hides behind the products at every TP degree up to {MOST_RANKS:,}; {now}"
-    return f"dH reduction: hides behind the products up to TP {math.floor(limit + 1e-6)}, past it no longer; {now}"
+        return f"dH reduction: hides at every TP degree up to {MOST_RANKS:,}; {now}"
+    words = f"dH reduction: hides up to TP {math.floor(limit + 1e-6)}, and not past it; {now}"
+    return words + "; the last chunk's has only its own dW product to hide behind"

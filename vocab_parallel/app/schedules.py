@@ -8,7 +8,8 @@ from vocab_parallel.app.cost import ROW_PASS_BYTES, Chunk, Machine, Message, Pre
 
 _HEADER = 64  # bytes in front of every exchange (see `agreement`)
 _WORDS = 3  # statistics of a row: maximum, sum, target score
-_BLOCK = 1 << 19  # elements of a float32 copy of narrow logits that a pass holds at a time
+# On a CPU: elements of a float32 copy of narrow logits, and of a narrow dW product, that are held at a time.
+_BLOCK, _PRODUCT = 1 << 19, 1 << 21
 
 
 def exchange_bytes(work: Workload, rows: int) -> int:
@@ -16,23 +17,13 @@ def exchange_bytes(work: Workload, rows: int) -> int:
     return _HEADER + _WORDS * work.wide * rows
 
 
-def chunk_bytes(work: Workload, rows: int) -> int:
-    """Bytes that grow with the rows of a chunk: its logits, its `[C, D]` products, its statistics from all ranks."""
-    return rows * bytes_per_row(work)
-
-
-def bytes_per_row(work: Workload) -> int:
-    """`chunk_bytes` of one row."""
-    products = work.hidden * (2 * work.itemsize + 2 * work.wide)  # rows and product, narrow; dH and scaled rows, wide
-    return work.itemsize * work.real + products + _WORDS * work.wide * (2 * work.tp + 1)
-
-
-def fused_memory(work: Workload, rows: int, own_rows: int) -> dict[str, int]:
+def fused_memory(work: Workload, rows: int, own_rows: int, *, on_cpu: bool = False) -> dict[str, int]:
     """Bytes by item at the peak of the fused loss, which is in its chunk loop or at the hand-over of the gradients.
 
     Args:
         rows: Of a chunk.
         own_rows: Whose dH the rank keeps.
+        on_cpu: Narrow dW products and logits are widened in blocks; elsewhere kernels widen the logits.
     """
     narrow = work.itemsize < work.wide
     accumulator = work.wide * work.stored * work.hidden
@@ -41,17 +32,28 @@ def fused_memory(work: Workload, rows: int, own_rows: int) -> dict[str, int]:
         "dH": work.itemsize * own_rows * work.hidden,
         "rows": (18 + 3 * work.wide) * work.tokens,  # targets as ids, local ids and masks; loss and statistics
     }
-    logits = work.itemsize * work.real
     loop = kept | {
-        "logits": rows * logits,
-        "products and exchange": rows * (bytes_per_row(work) - logits)
-        + (min(rows * work.real, _BLOCK) * 4 if narrow else 0),
+        "logits": rows * work.itemsize * work.real,
+        "workspace": _workspace(work, rows, on_cpu),
+        "exchange": (2 * work.tp + 1) * exchange_bytes(work, rows) if work.tp > 1 else 0,
     }
     scaled = kept | {
-        "dW": accumulator + (work.itemsize * work.stored * work.hidden if narrow else 0),
+        "dW": work.itemsize * work.stored * work.hidden,
+        "scaled dW": accumulator if narrow else 0,
         "scaled dH": work.itemsize * own_rows * work.hidden,
     }
     return max(loop, scaled, key=lambda items: sum(items.values()))
+
+
+def _workspace(work: Workload, rows: int, on_cpu: bool) -> int:
+    """The larger of what the softmax pass and what the products of a chunk hold beside its logits."""
+    row = work.itemsize * work.hidden
+    block = work.wide * min(rows * work.real, _BLOCK)
+    products = rows * (2 * row + 2 * work.wide * work.hidden)  # rows and product, narrow; dH and scaled rows, wide
+    if work.itemsize == work.wide:
+        return products
+    formed = min(work.real * work.hidden, _PRODUCT) if on_cpu else work.real * work.hidden
+    return max(rows * row + (block if on_cpu else 0), products + work.itemsize * formed)
 
 
 def fused(work: Workload, machine: Machine, rows: int) -> Prediction:
@@ -59,9 +61,11 @@ def fused(work: Workload, machine: Machine, rows: int) -> Prediction:
     rows = min(rows, work.tokens)
     exchange = Message("all_gather", exchange_bytes(work, rows))
     sizes = _sizes(work.tokens, rows)
-    chunks = [_gradient_chunk(work, machine, size, exchange, _reduction(work, size)) for size in sizes]
-    traffic = ((exchange, len(sizes)), *((_reduction(work, size), 1) for size in sizes))
-    return _predict("fused", work, machine, chunks, 3, traffic, fused_memory(work, rows, work.tokens), rows)
+    chunks = [(_gradient_chunk(work, machine, size, exchange, _reduction(work, size)), n) for size, n in sizes]
+    traffic = ((exchange, _count(sizes)), *((_reduction(work, size), n) for size, n in sizes))
+    gemm = 3 * _products(work, machine, sizes)
+    memory = fused_memory(work, rows, work.tokens, on_cpu=machine.device.on_cpu)
+    return _predict("fused", work, machine, chunks, gemm, traffic, memory, rows)
 
 
 def fused_sequence_parallel(work: Workload, machine: Machine, rows: int) -> Prediction:
@@ -70,19 +74,20 @@ def fused_sequence_parallel(work: Workload, machine: Machine, rows: int) -> Pred
         return _named(fused(work, machine, rows), "fused, sequence parallel")
     share = -(-work.tokens // work.tp)
     widths = _sizes(share, max(1, rows // work.tp))
-    rows = widths[0] * work.tp
+    rows = widths[0][0] * work.tp
     exchange = Message("all_gather", exchange_bytes(work, rows))
     targets = Message("all_gather", 8 * share)
     size_of_row = work.itemsize * work.hidden
-    chunks, traffic = [], [(exchange, 1 + len(widths)), (targets, 1)]
-    for width in widths:
+    chunks, traffic = [], [(exchange, 1 + _count(widths)), (targets, 1)]
+    for width, n in widths:
         fetch = Message("all_gather", width * size_of_row)
         scatter = Message("reduce_scatter", width * work.tp * size_of_row)
-        chunks.append(_gradient_chunk(work, machine, width * work.tp, exchange, scatter, fetch))
-        traffic += [(fetch, 1), (scatter, 1)]
+        chunks.append((_gradient_chunk(work, machine, width * work.tp, exchange, scatter, fetch), n))
+        traffic += [(fetch, n), (scatter, n)]
     before = sum(machine.network.seconds(message, work.tp) for message in (exchange, targets))
-    memory = fused_memory(work, rows, share) | {"gathered rows": 2 * rows * size_of_row}
-    return _predict("fused, sequence parallel", work, machine, chunks, 3, tuple(traffic), memory, rows, before)
+    gemm = 3 * _products(work, machine, [(width * work.tp, n) for width, n in widths])
+    memory = fused_memory(work, rows, share, on_cpu=machine.device.on_cpu) | {"gathered rows": 2 * rows * size_of_row}
+    return _predict("fused, sequence parallel", work, machine, chunks, gemm, tuple(traffic), memory, rows, before)
 
 
 def fused_per_row(work: Workload, machine: Machine, rows: int) -> Prediction:
@@ -91,13 +96,15 @@ def fused_per_row(work: Workload, machine: Machine, rows: int) -> Prediction:
     exchange = Message("all_gather", exchange_bytes(work, rows))
     sizes = _sizes(work.tokens, rows)
     forward = [
-        Chunk(machine.gemm(work, size, work.real), machine.softmax(float(size) * work.real), exchange) for size in sizes
+        (Chunk(machine.gemm(work, size, work.real), machine.softmax(float(size) * work.real), exchange), n)
+        for size, n in sizes
     ]
-    backward = [_gradient_chunk(work, machine, size, None, _reduction(work, size)) for size in sizes]
-    traffic = ((exchange, len(sizes)), *((_reduction(work, size), 1) for size in sizes))
-    memory = fused_memory(work, rows, work.tokens)
+    backward = [(_gradient_chunk(work, machine, size, None, _reduction(work, size)), n) for size, n in sizes]
+    traffic = ((exchange, _count(sizes)), *((_reduction(work, size), n) for size, n in sizes))
+    memory = fused_memory(work, rows, work.tokens, on_cpu=machine.device.on_cpu)
     memory["rows"] += 2 * work.wide * work.tokens
-    return _predict("fused, reduction none", work, machine, [*forward, *backward], 4, traffic, memory, rows)
+    gemm = 4 * _products(work, machine, sizes)
+    return _predict("fused, reduction none", work, machine, [*forward, *backward], gemm, traffic, memory, rows)
 
 
 def logits_given(work: Workload, machine: Machine, rows: int) -> Prediction:
@@ -135,59 +142,59 @@ def deepspeed(work: Workload, machine: Machine, rows: int) -> Prediction:
     """DeepSpeed's linear cross entropy: chunks of rows, then of ids; four GEMMs; every collective waited for."""
     share = -(-work.vocab // work.tp)
     sizes = _sizes(work.tokens, -(-work.tokens // max(1, -(-share // work.hidden))))  # its own choice of chunks
-    block = -(-work.real // len(sizes))
+    block = -(-work.real // _count(sizes))
     cast = work.itemsize + 4 if work.itemsize != 4 else 0
-    mixed = machine.device.mixed_gemm
-    gemm = 3 * sum(machine.gemm(work, size, work.real) for size in sizes)
-    gemm += sum(machine.gemm(work, size, work.real, wide=not mixed) for size in sizes)
+    mixed = not machine.device.on_cpu
+    gemm = 3 * _products(work, machine, sizes)
+    gemm += sum(n * machine.gemm(work, size, work.real, wide=not mixed) for size, n in sizes)
     # Forward: maximum 4, subtract 8, exponential 8, sum 4. Backward: shift 8, exponential 8, scale 8.
     each = 48 + cast * (1 if mixed else 3)
-    passes = machine.stream(float(work.tokens) * work.real * each + 8.0 * work.tokens * work.hidden * len(sizes))
-    largest = max(sizes[0] * work.real, work.tokens * block)
+    passes = machine.stream(float(work.tokens) * work.real * each + 8.0 * work.tokens * work.hidden * _count(sizes))
+    largest = max(sizes[0][0] * work.real, work.tokens * block)
     memory = {
         "logits": largest * (4 + (work.itemsize if cast else 0)),
         "dW": work.itemsize * work.stored * work.hidden,
         "dH": (4 + (work.itemsize if cast else 0)) * work.tokens * work.hidden,
     }
     traffic = [(Message("all_reduce", 8), 2), (Message("all_gather", 24), 1)]
-    for size in sizes:
-        traffic += [(Message("all_reduce", 4 * size), 1), (Message("all_reduce", 8 * size), 1)]
+    for size, n in sizes:
+        traffic += [(Message("all_reduce", 4 * size), n), (Message("all_reduce", 8 * size), n)]
     traffic.append((Message("all_reduce", 4 * work.tokens * work.hidden), 1))
     exposed = sum(count * machine.network.seconds(message, work.tp) for message, count in traffic)
     seconds = gemm + passes + exposed
-    return Prediction("DeepSpeed linear", seconds, exposed, gemm, memory, tuple(traffic), work.tp, sizes[0])
+    return Prediction("DeepSpeed linear", seconds, exposed, gemm, memory, tuple(traffic), work.tp, sizes[0][0])
 
 
 def gather_weights(work: Workload, machine: Machine, rows: int) -> Prediction:
     """Each rank its share of the rows against the whole weight, gathered; dW reduce-scattered.
 
-    At its best: the gather hides behind the logits' product, the scatter behind dW's.
+    At its best: as many rows a chunk as the others, though its logits then take `tp` times as much; the gather hides
+    behind the logits' product, the scatter behind dW's.
     """
     share = -(-work.tokens // work.tp)
     padded = work.stored * work.tp
-    sizes = _sizes(share, max(1, rows // work.tp))
+    sizes = _sizes(share, min(rows, share))
     size_of_row = work.itemsize * work.hidden
     gather = Message("all_gather", work.stored * size_of_row)
     scatter = Message("reduce_scatter", padded * size_of_row)
     count = Message("all_reduce", 16)  # sum and count of the mean
-    products = [sum(machine.gemm(work, size, padded) for size in sizes)] * 2
-    weight = sum(machine.weight_gemm(work, size, padded) for size in sizes)
+    product = sum(n * machine.gemm(work, size, padded) for size, n in sizes)
+    weight = sum(n * machine.weight_gemm(work, size, padded) for size, n in sizes)
     passes = machine.softmax(float(share) * work.vocab) + machine.stream(ROW_PASS_BYTES * share * work.hidden)
-    overlap, seconds = machine.device.overlap, machine.network.seconds
-    exposed = seconds(count, work.tp)
-    for message, behind in ((gather, products[0]), (scatter, weight)):
-        exposed += _exposed(seconds(message, work.tp), behind, overlap)
+    times = [machine.network.seconds(message, work.tp) for message in (gather, scatter, count)]
+    overlap = machine.device.overlap
+    exposed = _exposed(times[0], product, overlap) + _exposed(times[1], weight, overlap) + times[2]
     memory = {
-        "logits": sizes[0] * padded * work.itemsize,
+        "logits": sizes[0][0] * padded * work.itemsize,
         "weight of all ranks": padded * size_of_row if work.tp > 1 else 0,
         "dW of all ranks": padded * work.hidden * work.wide,
         "dH": size_of_row * share,
     }
-    gemm = sum(products) + weight
+    seconds = 2 * product + weight + passes + exposed
     traffic = ((gather, 1), (scatter, 1), (count, 1))
     return Prediction(
-        "gather weights", gemm + passes + exposed, exposed, gemm, memory, traffic, work.tp, sizes[0] * work.tp
-    )
+        "gather weights", seconds, exposed, 3 * product, memory, traffic, work.tp, sizes[0][0] * work.tp
+    )  # fmt: skip
 
 
 # How each is called on the command line and in JSON.
@@ -202,9 +209,19 @@ SCHEDULES: dict[str, Callable[[Workload, Machine, int], Prediction]] = {
 }
 
 
-def _sizes(rows: int, step: int) -> list[int]:
-    """`rows` in chunks of `step`; at least one chunk."""
-    return [min(step, rows - at) for at in range(0, max(rows, 1), step)]
+def _sizes(rows: int, step: int) -> list[tuple[int, int]]:
+    """`rows` in chunks of `step`, as (rows of a chunk, such chunks); at least one chunk."""
+    whole, rest = divmod(rows, step)
+    return [(step, whole)] * (whole > 0) + [(rest, 1)] * (rest > 0) or [(0, 1)]
+
+
+def _count(sizes: list[tuple[int, int]]) -> int:
+    return sum(n for _, n in sizes)
+
+
+def _products(work: Workload, machine: Machine, sizes: list[tuple[int, int]]) -> float:
+    """Seconds of one product with the weight for each chunk."""
+    return sum(n * machine.gemm(work, size, work.real) for size, n in sizes)
 
 
 def _reduction(work: Workload, rows: int) -> Message:
@@ -228,13 +245,14 @@ def _gradient_chunk(
 
 
 def _predict(
-    name: str, work: Workload, machine: Machine, chunks: list[Chunk], gemms: int,
+    name: str, work: Workload, machine: Machine, chunks: list[tuple[Chunk, int]], gemm: float,
     traffic: tuple[tuple[Message, int], ...], memory: dict[str, int], rows: int, before: float = 0.0,
 ) -> Prediction:  # fmt: skip
-    computing = sum(chunk.computing for chunk in chunks)
+    computing = sum(n * chunk.computing for chunk, n in chunks)
     seconds = before + run(chunks, machine, work.tp)
-    gemm = sum(chunk.project + chunk.hidden + chunk.weight for chunk in chunks)
-    return Prediction(name, seconds, max(0.0, seconds - computing), gemm, memory, traffic, work.tp, rows)
+    waiting = seconds - computing
+    exposed = waiting if waiting > 1e-9 * seconds else 0.0  # two sums of the same terms differ in their last digits
+    return Prediction(name, seconds, exposed, gemm, memory, traffic, work.tp, rows)
 
 
 def _whole(

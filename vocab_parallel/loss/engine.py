@@ -112,7 +112,7 @@ class Head:
         in_place = gradients is not None and not objective.dense
         logits = [some.project(hidden) for some in self.ranges]
         payload, local = self._statistics(index, logits, targets, wanted, in_place)
-        exchange = self._exchange(chunk, payload)
+        exchange = self._exchange(chunk, payload, objective.foreign)
         products = None
         if in_place and gradients is not None:
             products = [some.start(z, t) for some, z, t in zip(gradients, logits, targets, strict=True)]
@@ -135,8 +135,9 @@ class Head:
         """After the last chunk: where the objective is a caller's code, the ranks compare how it went."""
         if objective.foreign:
             Exchange(
-                self.shard, "header", self._words, fault=self._fault, opens=False, device=self.targets.ids.device
-            ).wait()
+                self.shard, "header", self._words, fault=self._fault, opens=False, may_fail=True,
+                device=self.targets.ids.device,
+            ).wait()  # fmt: skip
 
     def backward(
         self, chunk: int, normalizer: Normalizer, coefficients: Coefficients, gradients: Sequence[RangeGradients]
@@ -150,13 +151,13 @@ class Head:
         scale = torch.ones_like(normalizer.maximum[:1].sum())
         self._add_dense(chunk, hidden, logits, targets, normalizer, coefficients, gradients, scale)
 
-    def _exchange(self, chunk: int, payload: Tensor) -> Exchange:
+    def _exchange(self, chunk: int, payload: Tensor, may_fail: bool) -> Exchange:
         """The first exchange of a call carries what a device found wrong with the targets, the later ones continue."""
         opens = chunk == 0 and self._opens
         found = target_found(self.targets.ids, self.shard, self._ignore_index) if opens else None
         return Exchange(
             self.shard, "loss", self._words, payload=payload, fault=self._fault, checksum=self._checksum, found=found,
-            opens=opens,
+            opens=opens, may_fail=may_fail and not opens,
         )  # fmt: skip
 
     def _evaluate(
@@ -207,15 +208,15 @@ class Head:
             some.unnormalised(maximum, normalizer, coefficients, t)
             for some, maximum, t in zip(gradients, maxima, targets, strict=True)
         ]
-        partial = [
-            some.hidden(product, *row, t, scale)
+        combined = [
+            some.combine(hidden, product, *row, t, scale)
             for some, product, row, t in zip(gradients, products, rows, targets, strict=True)
-            if product is not None
         ]
+        partial = [grad for grad, _, _ in combined if grad is not None]
         if partial:
             self.plan.reduce(chunk, tree_sum(partial))
-        for some, e, row, t in zip(gradients, exponentials, rows, targets, strict=True):
-            some.add(hidden, e, *row, t)
+        for some, e, (_, scaled, unit), row, t in zip(gradients, exponentials, combined, rows, targets, strict=True):
+            some.add(hidden, e, scaled, unit, *row, t)
 
     def _add_dense(
         self, chunk: int, hidden: Tensor, logits: list[Tensor], targets: list[Targets], normalizer: Normalizer,

@@ -13,7 +13,7 @@ from torch import Tensor
 from vocab_parallel.agreement import raise_deferred
 from vocab_parallel.loss.checks import row_checksum
 from vocab_parallel.loss.engine import Head, Soft
-from vocab_parallel.loss.gradients import RangeGradients
+from vocab_parallel.loss.gradients import RangeGradients, scaled
 from vocab_parallel.loss.invariant import InvariantRows
 from vocab_parallel.loss.normalizer import Normalizer
 from vocab_parallel.loss.objective import Objective
@@ -107,7 +107,7 @@ class Reduced(torch.autograd.Function):
         of_input, of_weight, of_bias = ctx.dtypes
         factor = grad * scale
         grads = (
-            None if grad_input is None else (grad_input * (grad * input_scale)).to(of_input),
+            None if grad_input is None else scaled(grad_input, grad * input_scale, of_input),
             None if grad_weight is None else _hand_over(ctx.call.main_grad_of, grad_weight, factor, of_weight),
             None if grad_bias is None else (grad_bias * factor).to(of_bias),
         )
@@ -184,7 +184,7 @@ class _Rows:
             f"bias {_shape(bias)}, target {_shape(call.target, call.sequence_parallel)}, "
             f"chunk_size {call.chunk_size}, input gradient {'wanted' if needs[0] else 'not wanted'}"
         )
-        check: Tensor | int = row_checksum(*(() if call.soft else (call.target,)), *call.row_data, device=flat.device)
+        check = row_checksum(*(() if call.soft else (call.target,)), *call.row_data, device=flat.device)
         make_plan, opened = _plan(call, flat, words, check)
         plan = make_plan(flat)
         target, soft = call.target.reshape(-1), None
@@ -250,7 +250,7 @@ def _hand_over(parameter: Tensor | None, grad: Tensor, factor: Tensor, dtype: to
     The zeros take no memory. They make the host's hooks fire, and a tied embedding's gradient can add to them.
     """
     if parameter is None:
-        return (grad * factor).to(dtype)
+        return scaled(grad, factor, dtype)
     parameter.main_grad.addcmul_(grad, factor)  # type: ignore[attr-defined]
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return grad.new_zeros(1, dtype=dtype).expand_as(grad)

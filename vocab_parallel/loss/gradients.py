@@ -13,13 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vocab_parallel.loss import kernels
 from vocab_parallel.loss.normalizer import Normalizer, row_blocks
 from vocab_parallel.loss.objective import Coefficients
 from vocab_parallel.loss.options import Scores
 from vocab_parallel.loss.targets import Targets, probabilities
 
 # Elements of a product that is added to a float32 gradient at a time: what stays in cache.
-_PRODUCT_ELEMENTS = 1 << 21
+_PRODUCT_ELEMENTS = 1 << 19
 
 
 def logits_gradient(
@@ -36,8 +37,10 @@ def logits_gradient(
     c = coefficients.scaled(1.0 / scores.temperature)
     at_target, active = c.at_target(normalizer), c.active
     on_p = c.probability / normalizer.sumexp
-    for block in row_blocks(logits) if logits.shape[1] else ():
-        z = scores.apply_(logits[block].to(on_p.dtype, copy=True))
+    blocks = row_blocks(logits) if logits.shape[1] else []
+    scratch = logits.new_empty(blocks[0].stop, logits.shape[1], dtype=on_p.dtype) if blocks else on_p
+    for block in blocks:
+        z = scores.apply_(scratch[: block.stop - block.start].copy_(logits[block]))
         slope = None if scores.softcap is None else scores.cap_slope(z)
         d = z.sub_(normalizer.maximum[block, None])
         if c.entropy is not None:
@@ -50,8 +53,8 @@ def logits_gradient(
         else:
             d.exp_().mul_(on_p[block, None])
         if c.target is not None:
-            column = targets.local[block, None]
-            d.scatter_(1, column, torch.where(targets.owned[block, None], at_target[block, None], d.gather(1, column)))
+            at = (torch.arange(len(d), device=d.device), targets.local[block])
+            d.index_put_(at, torch.where(targets.owned[block], at_target[block], d[at]))
         if c.soft is not None and soft is not None:
             d.sub_(c.soft[block, None] * probabilities(soft[block], d.dtype, soft_is_log)[0])
         if c.uniform is not None:
@@ -59,6 +62,16 @@ def logits_gradient(
         if slope is not None:
             d.mul_(slope)
         out[block] = d.masked_fill_(~active[block, None], 0.0)  # an ignored row may hold NaN
+
+
+def scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad * factor` in `dtype`, a new tensor; in blocks, so that nothing else of its size is made."""
+    if grad.dtype == dtype or grad.dim() != 2:
+        return (grad * factor).to(dtype)
+    out = torch.empty_like(grad, dtype=dtype)
+    for block in row_blocks(grad):
+        out[block] = grad[block] * factor
+    return out
 
 
 class RangeGradients:
@@ -75,10 +88,9 @@ class RangeGradients:
     ) -> None:
         self._rows, self._weight, self._bias, self._needs_hidden = weight, grad_weight, grad_bias, needs_hidden
         self._scores = scores
-        dtype = torch.promote_types(weight.dtype, torch.float32)
         self._sum_of_rows: Tensor | None = None
-        self._uniform_hidden = weight.new_zeros(weight.shape[1], dtype=dtype)
-        self._uniform = weight.new_zeros((), dtype=dtype)
+        self._uniform: Tensor | None = None  # sum of the rows' u
+        self._uniform_hidden: Tensor | None = None  # sum of u H
 
     def start(self, exponentials: Tensor, targets: Targets) -> Tensor | None:
         """`e W` `[C, D]` without the target's term: what can be computed while the statistics are exchanged.
@@ -86,9 +98,8 @@ class RangeGradients:
         Zeroes the owned target entries of `exponentials` `[C, n]`; later their term comes in float32.
         """
         if exponentials.shape[1]:
-            column = targets.local[:, None]
-            entry = exponentials.gather(1, column).masked_fill_(targets.owned[:, None], 0.0)
-            exponentials.scatter_(1, column, entry)
+            at = (torch.arange(len(exponentials), device=exponentials.device), targets.local)
+            exponentials.index_put_(at, exponentials[at].masked_fill_(targets.owned, 0.0))  # scatter_ copies it all
         return self.product(exponentials)
 
     def product(self, left: Tensor) -> Tensor | None:
@@ -107,37 +118,57 @@ class RangeGradients:
             at_target = at_target * self._scores.cap_slope(normalizer.target_score)
         return alpha, torch.where(targets.owned, at_target, 0.0), c.uniform
 
-    def hidden(
-        self, product: Tensor, alpha: Tensor, at_target: Tensor, uniform: Tensor | None, targets: Targets, scale: Tensor
-    ) -> Tensor:
-        """The chunk's partial dH `[C, D]` in float32 (float64), times `scale`."""
+    def combine(
+        self, hidden: Tensor, product: Tensor | None, alpha: Tensor, at_target: Tensor, uniform: Tensor | None,
+        targets: Targets, scale: Tensor,
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """What follows the exchange.
+
+        Returns:
+            The chunk's partial dH `[C, D]` in float32 (float64), times `scale`; the factor `alpha H / unit` `[C, D]` of
+            dW in H's dtype; and `unit`, None where it is 1.
+        """
+        unit = None
+        if hidden.dtype == torch.float16:  # alpha is about 1 / V: its product with H would underflow
+            unit = alpha.abs().amax().clamp(min=torch.finfo(alpha.dtype).tiny)
+        if uniform is not None and product is not None and self._sum_of_rows is None:
+            self._sum_of_rows = self._rows.sum(0, dtype=alpha.dtype)
+        if kernels.available(hidden):
+            from vocab_parallel.loss.kernels.epilogue import scale as scale_kernel
+
+            of_weight = torch.ones_like(alpha) if unit is None else (1.0 / unit).expand_as(alpha)
+            grad, scaled = scale_kernel(
+                product, hidden, self._rows, targets.local, alpha, at_target, scale.expand_as(alpha), of_weight,
+                uniform, self._sum_of_rows,
+            )  # fmt: skip
+            assert scaled is not None
+            return grad, scaled, unit
+        scaled = ((alpha if unit is None else alpha / unit)[:, None] * hidden).to(hidden.dtype)
+        if product is None:
+            return None, scaled, unit
         grad = (alpha * scale)[:, None] * product
         if len(self._rows):
             grad.addcmul_((at_target * scale)[:, None], self._rows[targets.local].to(grad.dtype))
-        if uniform is not None:
-            if self._sum_of_rows is None:
-                self._sum_of_rows = self._rows.sum(0, dtype=grad.dtype)
+        if uniform is not None and self._sum_of_rows is not None:
             grad.addcmul_((uniform * scale)[:, None], self._sum_of_rows, value=-1.0)
-        return grad
+        return grad, scaled, unit
 
     def add(
-        self, hidden: Tensor, exponentials: Tensor, alpha: Tensor, at_target: Tensor, uniform: Tensor | None,
-        targets: Targets,
+        self, hidden: Tensor, exponentials: Tensor, scaled: Tensor, unit: Tensor | None, alpha: Tensor,
+        at_target: Tensor, uniform: Tensor | None, targets: Targets,
     ) -> None:  # fmt: skip
         """Adds the chunk to dW and db."""
         if not len(self._rows):
             return
         if uniform is not None:
-            self._uniform += uniform.sum()
-            self._uniform_hidden += uniform @ hidden.to(uniform.dtype)
-        unit = None
-        if hidden.dtype == torch.float16:  # alpha is about 1 / V: its product with H would underflow
-            unit = alpha.abs().amax().clamp(min=torch.finfo(alpha.dtype).tiny)
-            alpha = alpha / unit
+            total, of_hidden = uniform.sum(), uniform @ hidden.to(uniform.dtype)
+            self._uniform = total if self._uniform is None else self._uniform + total
+            self._uniform_hidden = of_hidden if self._uniform_hidden is None else self._uniform_hidden + of_hidden
         if self._weight is not None:
-            self._add_product(exponentials, (alpha[:, None] * hidden).to(hidden.dtype), unit)
+            self._add_product(exponentials, scaled, unit)
             self._weight.index_add_(0, targets.local, at_target[:, None] * hidden)
         if self._bias is not None:
+            alpha = alpha if unit is None else alpha / unit
             product = (exponentials.T @ alpha.to(exponentials.dtype)).to(alpha.dtype)
             self._bias.add_(product if unit is None else product * unit).index_add_(0, targets.local, at_target)
 
@@ -154,10 +185,14 @@ class RangeGradients:
         if self._weight.dtype == right.dtype:
             self._weight.addmm_(left.T, right)
             return
-        step = max(1, _PRODUCT_ELEMENTS // right.shape[1]) if right.device.type == "cpu" else len(self._weight)
+        on_cpu = right.device.type == "cpu"
+        step = max(1, _PRODUCT_ELEMENTS // right.shape[1]) if on_cpu else len(self._weight)
+        # Measured on a CPU in bfloat16: the product of a transposed left factor takes twice as long as its transpose.
+        transposed = right.T.contiguous() if on_cpu else None
         for at in range(0, len(self._weight), step):
             rows = slice(at, at + step)
-            product = left[:, rows].T @ right
+            some = left[:, rows]
+            product = some.T @ right if transposed is None else (transposed @ some).T.contiguous()
             if unit is None:
                 self._weight[rows].add_(product)
             else:
@@ -165,6 +200,8 @@ class RangeGradients:
 
     def finish(self) -> None:
         """Adds the uniform part of the targets, the same for every real row."""
+        if self._uniform is None or self._uniform_hidden is None:
+            return
         if self._weight is not None:
             self._weight.sub_(self._uniform_hidden)
         if self._bias is not None:

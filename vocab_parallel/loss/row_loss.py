@@ -122,7 +122,7 @@ class _RowLoss:
         with torch.enable_grad():
             leaves = [row.detach().requires_grad_(upstream is not None) for row in found]
             logprob, lse, entropy = (*leaves, None)[:3]
-            rows = self.fn(RowStatistics(logprob, entropy, lse), *(data[index] for data in self.row_data))
+            rows: object = self.fn(RowStatistics(logprob, entropy, lse), *(data[index] for data in self.row_data))
             if not isinstance(rows, Tensor) or rows.shape != logprob.shape:
                 got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
                 raise LayoutMismatchError(f"the row loss must return one number a row {list(logprob.shape)}, got {got}")

@@ -39,10 +39,10 @@ class WideMean:
         self._done = False
         if group is None:
             return
-        if not isinstance(group, dist.ProcessGroup):
-            self._error = LayoutMismatchError(f"mean_group must be a process group, got {type(group).__name__}")
-        elif dist.get_rank(group) < 0:
+        if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, dist.ProcessGroup) and group.rank() < 0):
             self._error = LayoutMismatchError("this rank is no member of its mean_group")
+        elif not isinstance(group, dist.ProcessGroup):
+            self._error = LayoutMismatchError(f"mean_group must be a process group, got {type(group).__name__}")
         else:
             self._wide = shard.wider(group)
 

@@ -80,8 +80,8 @@ def scale(
     local: Tensor,  # [C] int64, the target's row of `weight`; read where at_target is not 0
     alpha: Tensor,  # [C]
     at_target: Tensor,  # [C], 0 where this shard does not own the target
-    input_scale: Tensor,  # [C]
-    weight_scale: Tensor | None,  # [C]
+    input_scale: Tensor,  # [C], may be one number expanded
+    weight_scale: Tensor | None,  # [C], likewise
     uniform: Tensor | None = None,  # [C]
     sum_of_rows: Tensor | None = None,  # [D], with `uniform`
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -97,11 +97,12 @@ def scale(
     if rows == 0 or columns == 0 or (product is None and weight_scale is None):
         return grad, scaled
     product = hidden if product is None else product  # not read then
-    one_dimensional = (local, alpha, at_target, input_scale, weight_scale, uniform, sum_of_rows)
+    vectors = (None if x is None else x.contiguous() for x in (local, alpha, at_target, uniform, sum_of_rows))
     with torch.cuda.device_of(hidden):
         scale_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
-            product, hidden, weight, *(None if x is None else x.contiguous() for x in one_dimensional), grad, scaled,
-            columns, *product.stride(), *hidden.stride(), *weight.stride(),
+            product, hidden, weight, *vectors, input_scale, weight_scale, grad, scaled,
+            columns, *product.stride(), *hidden.stride(), *weight.stride(), *input_scale.stride(),
+            0 if weight_scale is None else weight_scale.stride(0),
             HAS_TARGET=len(weight) > 0, BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return grad, scaled
@@ -136,8 +137,9 @@ def scale_reference(
 
 @triton.jit
 def scale_kernel(
-    product, hidden, weight, local, alpha, at_target, input_scale, weight_scale, uniform, sum_of_rows, grad, scaled,
+    product, hidden, weight, local, alpha, at_target, uniform, sum_of_rows, input_scale, weight_scale, grad, scaled,
     columns, product_row, product_column, hidden_row, hidden_column, weight_row, weight_column,
+    input_scale_row, weight_scale_row,
     HAS_TARGET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See `scale`. A program takes BLOCK columns of a row."""
@@ -157,9 +159,9 @@ def scale_kernel(
             value += t * w
         if uniform is not None:
             value -= tl.load(uniform + row) * tl.load(sum_of_rows + column, mask=inside, other=0.0)
-        value *= tl.load(input_scale + row)
+        value *= tl.load(input_scale + row * input_scale_row)
         tl.store(grad + row * columns + column, value, mask=inside)
     if scaled is not None:
         value = tl.load(hidden + row * hidden_row + column * hidden_column, mask=inside, other=0.0).to(FLOAT)
-        value *= a * tl.load(weight_scale + row)
+        value *= a * tl.load(weight_scale + row * weight_scale_row)
         tl.store(scaled + row * columns + column, value.to(scaled.dtype.element_ty), mask=inside)

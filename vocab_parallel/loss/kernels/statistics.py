@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns that a program holds at a time. A row of at most `_WHOLE` is read once, a longer one in blocks of `_BLOCK`, small
-# enough for several programs on a multiprocessor, which hide each other's loads. Half of it where a column takes twice
-# the registers. 16 warps at most: two programs on a multiprocessor, and no more threads than AMD allows.
+# Columns that a program holds at a time. A row of at most `_WHOLE` is read once; a longer one in blocks of `_BLOCK`,
+# small enough for several programs on a multiprocessor, which hide each other's loads. Half of it where a column takes
+# twice the registers. 16 warps at most: two programs on a multiprocessor, and no more threads than AMD allows.
 _WHOLE = 1 << 14
 _BLOCK = 1 << 12
 _MOST_WARPS = 16
@@ -117,10 +117,10 @@ def statistics_kernel(
     inner = tl.full([], inner, FLOAT)
     outer = tl.full([], outer, FLOAT)
 
-    if target_score is not None:  # before this row is overwritten
+    if target_score is not None:  # before this row is overwritten; 0 has the score 0
         at = tl.load(target + row).to(tl.int64)
         raw = tl.load(logits + at * column_stride, mask=at >= 0, other=0.0).to(FLOAT)
-        tl.store(target_score + row, tl.where(at >= 0, _score(raw, inner, outer, CAPPED, TEMPERED)[0], 0.0))
+        tl.store(target_score + row, _score(raw, inner, outer, CAPPED, TEMPERED)[0])
 
     # m, s, shifted sum, expected, second, argmax
     lowest = tl.full([], -float("inf"), FLOAT)
