@@ -351,9 +351,6 @@ def _scaler_steps(rank):
 
 HALF = [*product([_half], ["sum", "mean", "per row", "smoothed", "distribution"])]
 COMPILED = [(_compiled, "fused", "eager"), (_compiled, "row loss", "eager"), (_compiled, "of logits", "aot_eager")]
-    *product([_compiled], ["fused", "per row", "of logits", "row loss"], ["eager"]),
-    (_compiled, "fused", "aot_eager"),
-]
 CHECKPOINTED = [*product([_checkpointed], KINDS, [False, True], [None, True])]
 AUTOCAST = [*product([_autocast], [kind for kind in KINDS if kind != "of logits"]), (_autocast_of_others,)]
 ACCUMULATED = [*product([_accumulated], KINDS)]

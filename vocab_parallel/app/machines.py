@@ -23,11 +23,11 @@ _PEAKS = {
     "h200": ({"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12}, 4.8e12),
 }
 _ATTAINED_GEMM, _ATTAINED_MEMORY = 0.7, 0.85  # of the peak, by large products and by streaming passes
-# One thread of an x86 server core with AVX-512 and AMX, measured with this module on a quiet machine: GEMM FLOP/s and
-# softmax elements/s by dtype, then bytes/s of memory.
-_CPU_GEMM = {"bfloat16": 860e9, "float16": 430e9, "float32": 170e9, "float64": 85e9}
-_CPU_SOFTMAX = {"bfloat16": 0.5e9, "float16": 0.5e9, "float32": 0.6e9, "float64": 0.25e9}
-_CPU_STREAM = 10e9
+# One thread of an x86 server core with AVX-512 and AMX, measured with this module: GEMM FLOP/s and softmax elements/s by
+# dtype, then bytes/s of memory while another thread streams too.
+_CPU_GEMM = {"bfloat16": 800e9, "float16": 160e9, "float32": 165e9, "float64": 80e9}
+_CPU_SOFTMAX = {"bfloat16": 0.7e9, "float16": 0.75e9, "float32": 0.8e9, "float64": 0.35e9}
+_CPU_STREAM = 13e9
 
 # Bytes/s that one rank sends in one direction, and seconds a step of a ring. Bandwidths: NVLink 4 is 450 GB/s each way,
 # of which rings reach about 0.8; PCIe 5 x16 63 GB/s, about 55 after its protocol; InfiniBand NDR 400 Gb/s a GPU.
@@ -37,9 +37,9 @@ LINKS = {
     "nvlink": Link("nvlink", 360e9, 1.9e-6),
     "pcie": Link("pcie", 55e9, 2.5e-6),
     "infiniband": Link("infiniband", 50e9, 4.0e-6),
-    "loopback": Link("loopback", 1.5e9, 60e-6),
+    "loopback": Link("loopback", 1e9, 30e-6),
 }
-_START = {"loopback": 100e-6}  # seconds to start a collective; gloo's measured
+_START = {"loopback": 150e-6}  # seconds to start a collective; gloo's measured
 _START_ELSEWHERE = 14e-6  # NCCL's baseLat of the same ring
 
 _LINK_BYTES = 8 << 20  # of the all-reduce that bandwidth is measured with

@@ -53,7 +53,9 @@ class IdRange:
         self.bias = None if bias is None else bias[self.storage]
         self.targets = targets
         self._soft = soft
-        self._buffer = weight.new_empty(rows, len(ids))
+        # Rows that start at multiples of 64 elements let a GPU load and store 16 bytes at a time.
+        width = -(-len(ids) // 64) * 64 if weight.is_cuda else len(ids)
+        self._buffer = weight.new_empty(rows, width)[:, : len(ids)]
 
     def project(self, hidden: Tensor) -> Tensor:
         """Raw logits `[C, n]` of `hidden` `[C, D]`, in the buffer."""
@@ -215,8 +217,8 @@ class Head:
         partial = [grad for grad, _, _ in combined if grad is not None]
         if partial:
             self.plan.reduce(chunk, tree_sum(partial))
-        for some, e, (_, scaled, unit), row, t in zip(gradients, exponentials, combined, rows, targets, strict=True):
-            some.add(hidden, e, scaled, unit, *row, t)
+        for some, e, (_, factor, unit), row, t in zip(gradients, exponentials, combined, rows, targets, strict=True):
+            some.add(hidden, e, factor, unit, *row, t)
 
     def _add_dense(
         self, chunk: int, hidden: Tensor, logits: list[Tensor], targets: list[Targets], normalizer: Normalizer,

@@ -121,12 +121,12 @@ class RangeGradients:
     def combine(
         self, hidden: Tensor, product: Tensor | None, alpha: Tensor, at_target: Tensor, uniform: Tensor | None,
         targets: Targets, scale: Tensor,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """What follows the exchange.
 
         Returns:
             The chunk's partial dH `[C, D]` in float32 (float64), times `scale`; the factor `alpha H / unit` `[C, D]` of
-            dW in H's dtype; and `unit`, None where it is 1.
+            dW in H's dtype, None if dW is not wanted; and `unit`, None where it is 1.
         """
         unit = None
         if hidden.dtype == torch.float16:  # alpha is about 1 / V: its product with H would underflow
@@ -136,25 +136,28 @@ class RangeGradients:
         if kernels.available(hidden):
             from vocab_parallel.loss.kernels.epilogue import scale as scale_kernel
 
-            of_weight = torch.ones_like(alpha) if unit is None else (1.0 / unit).expand_as(alpha)
-            grad, scaled = scale_kernel(
+            of_weight = None
+            if self._weight is not None:
+                of_weight = torch.ones_like(alpha) if unit is None else (1.0 / unit).expand_as(alpha)
+            grad, factor = scale_kernel(
                 product, hidden, self._rows, targets.local, alpha, at_target, scale.expand_as(alpha), of_weight,
                 uniform, self._sum_of_rows,
             )  # fmt: skip
-            assert scaled is not None
-            return grad, scaled, unit
-        scaled = ((alpha if unit is None else alpha / unit)[:, None] * hidden).to(hidden.dtype)
+            return grad, factor, unit
+        factor = None
+        if self._weight is not None:
+            factor = ((alpha if unit is None else alpha / unit)[:, None] * hidden).to(hidden.dtype)
         if product is None:
-            return None, scaled, unit
+            return None, factor, unit
         grad = (alpha * scale)[:, None] * product
         if len(self._rows):
             grad.addcmul_((at_target * scale)[:, None], self._rows[targets.local].to(grad.dtype))
         if uniform is not None and self._sum_of_rows is not None:
             grad.addcmul_((uniform * scale)[:, None], self._sum_of_rows, value=-1.0)
-        return grad, scaled, unit
+        return grad, factor, unit
 
     def add(
-        self, hidden: Tensor, exponentials: Tensor, scaled: Tensor, unit: Tensor | None, alpha: Tensor,
+        self, hidden: Tensor, exponentials: Tensor, factor: Tensor | None, unit: Tensor | None, alpha: Tensor,
         at_target: Tensor, uniform: Tensor | None, targets: Targets,
     ) -> None:  # fmt: skip
         """Adds the chunk to dW and db."""
@@ -164,8 +167,8 @@ class RangeGradients:
             total, of_hidden = uniform.sum(), uniform @ hidden.to(uniform.dtype)
             self._uniform = total if self._uniform is None else self._uniform + total
             self._uniform_hidden = of_hidden if self._uniform_hidden is None else self._uniform_hidden + of_hidden
-        if self._weight is not None:
-            self._add_product(exponentials, scaled, unit)
+        if self._weight is not None and factor is not None:
+            self._add_product(exponentials, factor, unit)
             self._weight.index_add_(0, targets.local, at_target[:, None] * hidden)
         if self._bias is not None:
             alpha = alpha if unit is None else alpha / unit

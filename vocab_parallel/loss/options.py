@@ -24,9 +24,9 @@ class Scores:
     def apply_(self, raw: Tensor) -> Tensor:
         """Turns raw logits into scores, in place. Give it float32 or float64."""
         if self.softcap is not None:
-            raw.div_(self.softcap).tanh_().mul_(self.softcap / self.temperature)
+            raw.mul_(1.0 / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         elif self.temperature != 1.0:
-            raw.div_(self.temperature)
+            raw.mul_(1.0 / self.temperature)  # division by a number rounds differently on a GPU
         return raw
 
     def cap_slope(self, scores: Tensor) -> Tensor:
