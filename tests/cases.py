@@ -25,7 +25,6 @@ MAX_TP = 4
 # part of the package that brings the operation -> {case id: the missing operation}
 WAITING: dict[str, dict[str, str]] = {
     "loss options": {
-        "N11": "softcap",
         "N17": "token_logprobs",
         "N19": "entropy of rows in chunks",
     },

@@ -9,7 +9,6 @@ backward: places that every rank passes in the same order, so that no rank raise
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +35,6 @@ from vocab_parallel.shard import RankGroup, device_of
 __all__ = ["Exchange", "Found", "capture", "checksum", "first_row", "judge", "raise_deferred"]
 
 _MESSAGE_BYTES = 4096
-# Of payload, while nothing is known: 4,096 rows of a loss.
-_FIRST_BYTES = {"loss": 48 * 1024, "select": 512, "header": 0, "mean": 16}
-_WINDOW = 8  # exchanges that a size is remembered for
 
 
 def capture(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
@@ -102,7 +98,7 @@ class Exchange:
         rows, target_rows: Counts that may differ between ranks; readable from `headers` after `wait`, so with them
             the host always waits for the headers.
         checksum: Of what must be the same on every rank; compared unless `compare_checksum` is False.
-        found: What a check of values found, if the host has not read it.
+        found: What a check of values found, if the host has not read it; on every rank or on none.
         status: An int64 scalar: the class of an error that the host has not read, as a number, or 0.
         opens: Whether the call begins with this exchange. Wait for it before any other collective.
         may_fail: With `opens` False: whether a rank may have a fault here, in the middle of a call. Needs no larger
@@ -155,7 +151,7 @@ class Exchange:
             call, group.rank, fault, found, compare_checksum,
             None if self._expected is None else (self._expected.call, self._expected.signature),
         )  # fmt: skip
-        self._capacity = max(_sizes(group, kind))
+        self._capacity = max(group.sizes(kind))
         self._buffer = torch.zeros(HEADER_BYTES + self._capacity, dtype=torch.uint8, device=device)
         self._fill_header(rows or 0, target_rows or 0, checksum, status)
         if self._payload is not None and self._need is not None and self._need <= self._capacity:
@@ -200,7 +196,7 @@ class Exchange:
         """Remembers what an exchange needed, and sends the payload that had no room in it."""
         if need is None:
             return
-        _sizes(self.group, kind).append(need)
+        self.group.sizes(kind).append(need)
         if need > self._capacity:
             payload = self._buffer.new_zeros(need) if self._payload is None else _as_bytes(self._payload)
             with self.group.habit.unnoted():
@@ -287,18 +283,13 @@ def _alone(group: RankGroup, fault: Exception | None, found: Found | None) -> No
 
 def _imitate(group: RankGroup, step: Step, like: Tensor) -> None:
     """Takes part in an exchange of the other ranks."""
-    sizes = _sizes(group, step.kind)
+    sizes = group.sizes(step.kind)
     capacity = max(sizes)
     all_gather(group, like.new_zeros(HEADER_BYTES + capacity)).wait()
     if step.need is not None:
         sizes.append(step.need)
         if step.need > capacity:
             all_gather(group, like.new_zeros(step.need)).wait()
-
-
-def _sizes(group: RankGroup, kind: str) -> deque[int]:
-    """The payload bytes of the last exchanges of a kind."""
-    return group.payload_sizes.setdefault(kind, deque([_FIRST_BYTES[kind]] * _WINDOW, maxlen=_WINDOW))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

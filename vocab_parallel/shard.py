@@ -14,6 +14,10 @@ from vocab_parallel.deferral import Habit, UnreadFlags
 from vocab_parallel.errors import LayoutMismatchError
 from vocab_parallel.layout import VocabLayout
 
+# Of an exchange's payload, while nothing is known: 4,096 rows of a loss.
+_FIRST_BYTES = {"loss": 48 * 1024, "select": 512, "header": 0, "mean": 16}
+_WINDOW = 8  # exchanges that a size is remembered for
+
 
 @dataclass
 class Traffic:
@@ -85,10 +89,20 @@ class RankGroup:
 
     @property
     def habit(self) -> Habit:
-        if self._generation != self.unread.generation:  # an error: the ranks stopped at different places
+        """Which call the group expects next."""
+        self._drop_what_is_void()
+        return self._habit
+
+    def sizes(self, kind: str) -> deque[int]:
+        """`payload_sizes` of a kind."""
+        self._drop_what_is_void()
+        return self.payload_sizes.setdefault(kind, deque([_FIRST_BYTES[kind]] * _WINDOW, maxlen=_WINDOW))
+
+    def _drop_what_is_void(self) -> None:
+        """After an error that was read late: the ranks have stopped at different places."""
+        if self._generation != self.unread.generation:
             self._habit, self._generation = Habit(), self.unread.generation
             self.payload_sizes.clear()
-        return self._habit
 
     def wider(self, group: dist.ProcessGroup) -> RankGroup:
         """Another group of this rank, over which calls of this one exchange something too."""

@@ -23,6 +23,7 @@ from vocab_parallel import (
     cross_entropy,
     linear_cross_entropy,
 )
+from vocab_parallel.loss import linear_token_logprobs, token_logprobs
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ def check_call(what: str, dtype: str, seen: list[dict[str, Any]]) -> None:
 def reductions(case: Case) -> tuple[str, ...]:
     if "grad_output" in case.inputs:
         return ("none",)
-    return (case.params["reduction"],) if "reduction" in case.params else ("none", "sum", "mean")
+    if "reduction" not in case.params:
+        return ("none", "sum", "mean")
+    named = case.params["reduction"]
+    return ("none", named) if "loss" in case.expect and named != "none" else (named,)  # "loss" is of the rows
 
 
 def observe_cross_entropy(case: Case, dtype: torch.dtype, ranks: Ranks) -> dict[Any, Any]:
@@ -157,7 +161,7 @@ def observe_linear(case: Case, dtype: torch.dtype, ranks: Ranks) -> dict[Any, An
     target = as_target(case.inputs["target"])
     upstream = as_tensor(case.inputs["grad_output"]) if "grad_output" in case.inputs else None
     weight = local_part(weight, 0, shard.shard_size, shard.rank)
-    options = {"ignore_index": case.params["ignore_index"]} if "ignore_index" in case.params else {}
+    options = {key: case.params[key] for key in ("ignore_index", "softcap") if key in case.params}
     mine = rows_of(len(hidden), ranks)
     # N06's 1,024 chunks once, not in every mode.
     file_chunk = case.params.get("chunk_tokens", 2)
@@ -191,6 +195,8 @@ def linear_values(case: Case, expect: Expected) -> dict[str, dict[str, Any]]:
     for key, name in (("loss", "none"), ("loss_none", "none"), ("loss_sum", "sum"), ("loss_mean", "mean")):
         if key in expect:
             values[name]["loss"] = expect.take(key)
+    if "loss" in case.expect and "sum" in values:
+        values["sum"].setdefault("loss", as_tensor(case.expect["loss"]).sum().item())
     for quantity in ("dhidden", "dweight"):
         if f"{quantity}_mean" in expect:
             values["mean"][quantity] = expect.take(f"{quantity}_mean")
@@ -223,6 +229,54 @@ def check_linear(case: Case, dtype: str, tp: int, expect: Expected, seen: list[d
             for quantity, value in (("loss", loss), ("dhidden", dh), ("dweight", dw)):
                 if quantity in wanted:
                     assert_close(value, wanted[quantity], case, dtype, f"{what}: {quantity}")
+
+
+def logprob_shapes(case: Case) -> list[list[int]]:
+    """The shapes of the logits that the case has values for."""
+    return case.expect.get("same_for", [list(as_tensor(case.inputs["logits"]).shape)])
+
+
+def observe_logprobs(case: Case, dtype: torch.dtype, ranks: Ranks) -> list[dict[str, Any]]:
+    """Of the logits, and through a projection that gives those logits: the unit matrix."""
+    shard = ranks.shard(case)
+    logits = as_tensor(case.inputs["logits"], dtype)
+    target = as_target(case.inputs.get("target", [0] * len(logits)))
+    unit = local_part(torch.eye(logits.shape[-1], dtype=dtype), 0, shard.shard_size, shard.rank)
+    options = {"ignore_index": case.params["ignore_index"]} if "ignore_index" in case.params else {}
+    seen = []
+    for shape in logprob_shapes(case):
+        ids, local = target.view(shape[:-1]), local_part(logits, 1, shard.shard_size, shard.rank)
+        given = functools.partial(token_logprobs, target=ids, shard=shard, **options)
+        chunk_size = case.params.get("chunk_tokens", 2)
+        projected = functools.partial(
+            linear_token_logprobs, linear_weight=unit, target=ids, shard=shard, chunk_size=chunk_size, **options
+        )
+        for call, leaf in ((given, local.view(*shape[:-1], -1)), (projected, logits.view(shape))):
+            for output in (0, 1):
+                seen.append(differentiate(lambda x, call=call, output=output: call(x)[output], [leaf]))
+    return seen
+
+
+def check_logprobs(case: Case, dtype: str, tp: int, expect: Expected, seen: list[list[dict[str, Any]]]) -> None:
+    names = ("logprob", "entropy")
+    values = {name: expect.take(name) for name in names if name in expect}
+    slopes = {name: expect.take(f"dlogits_of_sum_{name}") for name in names if f"dlogits_of_sum_{name}" in expect}
+    for at, shape in enumerate(logprob_shapes(case)):
+        for form in (0, 1):
+            for output, name in enumerate(names):
+                what = f"{name} of {['logits', 'the projection'][form]} of shape {shape}"
+                calls = [one[4 * at + 2 * form + output] for one in seen]
+                check_call(what, dtype, calls)
+                value = replicated(what, [call["loss"] for call in calls])
+                grads = [call["grads"][0].flatten(0, -2) for call in calls]
+                if name in values:
+                    assert list(value.shape) == shape[:-1], what
+                    assert_close(value.flatten(), values[name], case, dtype, what)
+                if name in slopes:
+                    grad = replicated(what, grads) if form else joined(what, case, 1, grads)
+                    assert_close(grad, slopes[name], case, dtype, f"{what}: gradient")
+    if "same_for" in expect:
+        expect.take("same_for")
 
 
 def observe_misuse(case: Case, dtype: torch.dtype, ranks: Ranks) -> dict[str, Any]:

@@ -223,14 +223,20 @@ def test_a_fault_is_the_same_class_on_every_rank_by_the_next_call(index: int, wo
 # --- the protocol, call by call ---------------------------------------------------------------------------------------
 
 
+def bad_value(row: int, value: int) -> Exception:
+    return TargetRangeError(f"{value} at row {row}")
+
+
 def several_steps(shard: VocabShard, words: str, *, chunks: int = 3, rows: int = 4, fails_at: int = -1) -> torch.Tensor:
     """A call of several exchanges and reductions; with `fails_at`, this rank's own code fails in that chunk."""
+    fine = Found(torch.tensor([-1, 0]), TargetRangeError, bad_value)
     total, fault = torch.zeros(2), None
     for chunk in range(chunks):
         fault = fault or (ValueError("this rank's own code") if chunk == fails_at else None)
         payload = torch.full((rows,), float(shard.rank + chunk))
         exchange = Exchange(
             shard, "loss", words, payload=payload, fault=fault, opens=chunk == 0, may_fail=chunk > 0,
+            found=fine if chunk == 0 else None,
         )  # fmt: skip
         gathered = exchange.wait()
         total += all_reduce_(shard, gathered.sum(1)[:2].clone()).wait()
@@ -416,11 +422,11 @@ def history(rank: int, world: int, seed: int) -> list[tuple[str, Any]]:
 
 def one_step(shard: VocabShard, name: str, *, bad: bool, chunks: int, rows: int = 4) -> bool:
     """As `several_steps`, with a bad value or another checksum in the first exchange."""
-    found = Found(torch.tensor([0, 7]), TargetRangeError, lambda row, value: TargetRangeError(f"{value} at row {row}"))
+    found = Found(torch.tensor([0, 7] if bad else [-1, 0]), TargetRangeError, bad_value)
     for chunk in range(chunks):
         exchange = Exchange(
             shard, "loss", name, payload=torch.zeros(rows), opens=chunk == 0, may_fail=chunk > 0,
-            found=found if bad and chunk == 0 else None, checksum=int(not bad and chunk == 0),
+            found=found if chunk == 0 else None, checksum=int(not bad and chunk == 0),
         )  # fmt: skip
         all_reduce_(shard, exchange.wait().sum(1)[:2].clone()).wait()
     return False

@@ -9,9 +9,11 @@ from tests.multirank.counting import Allocations
 from tests.multirank.sharded import shard_of
 from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
-from vocab_parallel import cross_entropy, linear_cross_entropy
+from vocab_parallel import RowOutputs, VocabLayout, VocabShard, cross_entropy, linear_cross_entropy
+from vocab_parallel.loss import chunk_rows, linear_kl_div, linear_row_loss, linear_token_logprobs
 
-HIDDEN, VOCAB = 8, 4096
+HIDDEN, VOCAB = 32, 4096
+BLOCK = 1 << 20  # bytes of the scratch of an elementwise pass over a block of rows
 
 
 def test_the_meter_sees_what_is_alive_at_once_and_only_that():
@@ -29,48 +31,150 @@ def test_the_meter_sees_what_is_alive_at_once_and_only_that():
     del kept, view
 
 
-def _fused(rank, options):
-    """Peak bytes and the largest tensor's elements, for three pairs of rows and chunk size."""
+def surprise(rows, scale):
+    """A row loss without the entropy: it hides its exchange, and needs no dense gradient."""
+    return -rows.logprob * scale
+
+
+# Losses of hidden states and weight, with their targets: ids, or this rank's part of a distribution.
+LOSSES = {
+    "mean": lambda h, w, y, **o: linear_cross_entropy(h, w, y, **o),
+    "smoothed": lambda h, w, y, **o: linear_cross_entropy(h, w, y, label_smoothing=0.1, z_loss=0.1, **o),
+    "capped": lambda h, w, y, **o: linear_cross_entropy(h, w, y, softcap=5.0, label_smoothing=0.1, **o),
+    "none": lambda h, w, y, **o: linear_cross_entropy(h, w, y, reduction="none", **o),
+    "invariant": lambda h, w, y, **o: linear_cross_entropy(h, w, y, tp_invariant=True, **o),
+    "sequence parallel": lambda h, w, y, **o: linear_cross_entropy(h, w, y, sequence_parallel=True, **o),
+    "sequence parallel, none": lambda h, w, y, **o: linear_cross_entropy(
+        h, w, y, sequence_parallel=True, reduction="none", **o
+    ),
+    "log-probabilities": lambda h, w, y, **o: torch.stack(linear_token_logprobs(h, w, y, **o)),
+    "row loss": lambda h, w, y, **o: linear_row_loss(h, w, y, surprise, torch.ones(len(y)), entropy=False, **o),
+    "outputs": lambda h, w, y, **o: linear_cross_entropy(h, w, y, outputs=RowOutputs(*RowOutputs.NAMES), **o),
+}
+
+
+def _call(shard, name, rows, dtype, **options):
+    """Peak bytes of forward and of backward, and elements of the largest tensor."""
+    mine = rows // shard.tp_size if "sequence parallel" in name else rows
+    input = torch.randn(mine, HIDDEN, dtype=dtype).requires_grad_()
+    weight = torch.randn(shard.shard_size, HIDDEN, dtype=dtype).requires_grad_()
+    target = torch.arange(mine) % VOCAB
+    with Allocations(input, weight, target) as forward:
+        value = LOSSES[name](input, weight, target, shard=shard, **options)
+    with Allocations(input, weight, target) as backward:
+        value.sum().backward()
+    return forward.peak, backward.peak, max(forward.largest, backward.largest)
+
+
+def _rows_and_chunks(rank, name, dtype):
     shard = shard_of(VOCAB)
-    results = []
-    # The first is for the exchanges to settle on the size they need; it is not measured.
-    for rows, chunk_size in [(1024, 64), (256, 64), (1024, 64), (1024, 256)]:
-        mine = rows // shard.tp_size if "sequence_parallel" in options else rows
-        input, weight = (
-            torch.randn(mine, HIDDEN).requires_grad_(),
-            torch.randn(shard.shard_size, HIDDEN).requires_grad_(),
-        )
-        target = torch.arange(rows)
-        with Allocations(input, weight, target) as meter:
-            loss = linear_cross_entropy(input, weight, target, shard=shard, chunk_size=chunk_size, **options)
-            loss.sum().backward()
-        results.append((meter.peak, meter.largest))
-        del loss
-    return results[1:]
+    for _ in range(2):  # the exchanges settle on the size they need
+        _call(shard, name, 512, dtype, chunk_size=64)
+    return [_call(shard, name, rows, dtype, chunk_size=chunk) for rows, chunk in [(512, 64), (2048, 64), (512, 256)]]
 
 
-FUSED = Batch(_fused, [({},), ({"label_smoothing": 0.1},), ({"reduction": "none"},), ({"sequence_parallel": True},)])
+GROWTH = Batch(_rows_and_chunks, [(name, dtype) for name in LOSSES for dtype in (torch.float32, torch.bfloat16)])
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("options", [options for (options,) in FUSED.cases], ids=str)
-def test_memory_of_the_fused_loss_grows_with_the_chunk_and_not_with_the_rows(tp, options):
-    row_of_logits = 4 * VOCAB // tp
-    (few, _), (many, largest), (wide, _) = FUSED(tp, options)[0]
-    assert largest <= max(64 * VOCAB // tp, VOCAB // tp * HIDDEN), f"a tensor of {largest} elements"
-    # A row may cost a few hidden-sized vectors and some words of statistics, not a row of logits.
-    per_row = (many - few) / (1024 - 256)
-    assert per_row <= 6 * 4 * HIDDEN + 160, f"{per_row:.0f} bytes a row; its logits would take {row_of_logits}"
-    per_chunk_row = (wide - many) / (256 - 64)
-    assert row_of_logits <= per_chunk_row <= 2.5 * row_of_logits, f"{per_chunk_row:.0f} bytes a row of the chunk"
+@pytest.mark.parametrize(("name", "dtype"), GROWTH.cases, ids=str)
+def test_nothing_grows_with_the_rows_but_the_gradient_and_a_few_words(name, dtype, tp):
+    """A row's gradient, and its target and statistics: 14 bytes, 12 more for a later backward, 25 of all outputs."""
+    gradient = HIDDEN * dtype.itemsize // (tp if "sequence parallel" in name else 1)
+    words = 64 if name == "outputs" else 48
+    for few, many, _ in GROWTH(tp, name, dtype):
+        for what, at in (("forward", 0), ("backward", 1)):
+            grown = (many[at] - few[at]) / (2048 - 512)
+            assert grown <= gradient + words, f"{what}: {grown:.0f} bytes a row, of which {gradient} are its gradient"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("name", "dtype"), GROWTH.cases, ids=str)
+def test_a_chunk_costs_its_logits_once(name, dtype, tp):
+    row = VOCAB // tp * dtype.itemsize
+    for few, many, wide in GROWTH(tp, name, dtype):
+        assert few[2] == many[2], "the largest tensor depends on the number of rows"
+        grown = (max(wide[:2]) - max(few[:2]) - 2 * BLOCK) / (256 - 64)
+        assert grown <= 1.25 * row, f"{grown:.0f} bytes a row of a chunk, whose logits take {row}"
+        assert wide[2] >= 256 * VOCAB // tp // (8 // tp if name == "invariant" else 1), (
+            "the meter has missed the logits"
+        )
+
+
+def _budget(rank, dtype, budget, name):
+    """Rows of a chunk by the package, elements of the largest tensor, peak."""
+    shard = shard_of(VOCAB)
+    _call(shard, name, 2048, dtype, memory_budget=budget)
+    return chunk_rows(shard, dtype, budget), *_call(shard, name, 2048, dtype, memory_budget=budget)
+
+
+BUDGETS = Batch(
+    _budget,
+    [
+        (dtype, budget, name)
+        for dtype in (torch.float32, torch.bfloat16)
+        for budget in (2 << 20, 8 << 20)
+        for name in ("mean", "none", "invariant", "sequence parallel")
+    ],
+)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("dtype", "budget", "name"), BUDGETS.cases, ids=str)
+def test_the_logits_of_a_chunk_take_the_memory_budget_and_no_more(dtype, budget, name, tp):
+    columns, leaves = VOCAB // tp, 8 // tp if name == "invariant" else 1
+    for rows, forward, backward, largest in BUDGETS(tp, dtype, budget, name):
+        assert rows * columns * dtype.itemsize == budget
+        if name == "invariant":  # the same chunks at every TP size, so those of one rank
+            rows //= tp
+        assert largest == max(rows * columns // leaves, BLOCK // 4)
+        own = 2 * (2048 * HIDDEN + columns * HIDDEN) * 4  # both gradients, once as accumulated, once as given
+        assert max(forward, backward) <= budget + own + 3 * BLOCK + rows * HIDDEN * 4 * 4 + 2048 * 64
+
+
+def _more_budget(rank, budget):
+    shard = shard_of(VOCAB)
+    draw = torch.Generator().manual_seed(0)
+    input = torch.randn(64, HIDDEN, generator=draw, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(shard.shard_size, HIDDEN, generator=draw, dtype=torch.float64).requires_grad_()
+    value = linear_cross_entropy(input, weight, torch.arange(64), shard=shard, memory_budget=budget)
+    return value, *torch.autograd.grad(value, [input, weight])
+
+
+def test_the_budget_changes_memory_and_no_value():
+    values = [run_ranks(_more_budget, 2, budget)[0] for budget in (1, 100_000, 1 << 30)]
+    for other in values[1:]:
+        for mine, its in zip(values[0], other, strict=True):
+            assert torch.allclose(mine, its, rtol=1e-12, atol=1e-14)
+
+
+def _distribution(rank, dtype):
+    """A target distribution is given: its columns are not copied."""
+    shard = shard_of(VOCAB)
+    results = []
+    for rows in (512, 512, 1024):
+        target = torch.rand(rows, shard.shard_size, dtype=dtype)
+        input = torch.randn(rows, HIDDEN, dtype=dtype).requires_grad_()
+        weight = torch.randn(shard.shard_size, HIDDEN, dtype=dtype).requires_grad_()
+        with Allocations(input, weight, target) as meter:
+            linear_kl_div(input, weight, target, shard=shard, chunk_size=64).backward()
+        results.append(meter.peak)
+    return (results[2] - results[1]) / 512
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_distribution_is_not_copied(dtype):
+    for grown in run_ranks(_distribution, 2, dtype):
+        assert grown <= 2 * HIDDEN * dtype.itemsize + 96, f"{grown:.0f} bytes a row"
 
 
 def _of_logits(rank, rows):
     shard = shard_of(VOCAB)
     logits = torch.randn(rows, shard.shard_size).requires_grad_()
     target = torch.arange(rows) % VOCAB
-    with Allocations(logits, target) as meter:
-        loss = cross_entropy(logits, target, shard=shard)
+    for _ in range(2):  # the exchange settles on the size it needs
+        with Allocations(logits, target) as meter:
+            loss = cross_entropy(logits, target, shard=shard)
     forward = meter.peak
     with Allocations(logits, target) as meter:
         loss.backward()
@@ -86,3 +190,14 @@ def test_cross_entropy_copies_no_logits_forward_and_makes_only_their_gradient_ba
     assert forward <= 160, f"{forward:.0f} bytes a row, its logits take {row_of_logits}"
     assert row_of_logits <= backward <= row_of_logits + 160, f"{backward:.0f} bytes a row"
     assert many_forward <= 6e6, "the working memory of the statistics does not depend on the number of rows"
+
+
+def test_the_default_chunk_stays_within_2_to_the_26_logits_and_4096_rows():
+    for vocab, tp in [(32_000, 1), (131_072, 2), (262_144, 8), (256, 1), (1 << 27, 1)]:
+        layout = VocabLayout(vocab, tp)
+        shard = object.__new__(VocabShard)
+        shard.layout = layout
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            rows = chunk_rows(shard, dtype)
+            assert 1 <= rows <= 4096
+            assert rows == 1 or rows * layout.shard_size <= 1 << 26

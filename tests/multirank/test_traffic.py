@@ -110,6 +110,23 @@ def test_the_fused_loss_exchanges_once_a_chunk_and_no_byte_more_than_its_statist
         assert backward == (reduced if per_row else ({}, {}))
 
 
+@pytest.mark.parametrize("target_local", [True, False])
+def test_sequence_parallel_rows_travel_once_each_way(target_local):
+    """6 rows of 3 chunks on 2 ranks: an opening exchange, the targets if local, then rows and statistics by chunk."""
+    settings = {"spread": "even", "target_local": target_local}
+    for forward, backward in run_ranks(_settled, 2, True, settings):
+        statistics = 64 + 12 * CHUNK
+        rows = CHUNK // 2 * WIDTH * 4
+        assert forward == (
+            {"all_gather": 1 + target_local + 3 + 3, "reduce_scatter": 3},
+            {
+                "all_gather": statistics + target_local * 8 * ROWS // 2 + 3 * (rows + statistics),
+                "reduce_scatter": 3 * CHUNK * WIDTH * 4 // 2,
+            },
+        )
+        assert backward == ({}, {})
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("entropy", [True, False])
 def test_a_row_loss_adds_one_exchange_of_a_header(entropy, reduction):

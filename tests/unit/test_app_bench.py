@@ -293,6 +293,7 @@ def test_ratios_are_of_the_slowest_rank_round_by_round() -> None:
     assert ours["over_floor_best"] == 1.5 and ours["over_floor_median"] == 1.5  # of 1.5, 1.5, 2.5
     assert ours["peak_extra_bytes"] == 1001 and ours["beyond_gradients_bytes"] == 1001 - numbers["gradient_bytes"]
     assert ours["peak_resident_bytes"] == 50 and ours["chunk_rows"] == 4
+    assert ours["resident_beyond_gradients_bytes"] == 50 - numbers["gradient_bytes"]
     assert ours["collectives"] == {"calls": {"all_gather": 1}, "bytes": {"all_gather": 9}}
     assert numbers["best_peer"] == {
         "name": "torch_linear", "ours_over_it_best": 0.5, "ours_over_it_median": 0.5,

@@ -251,7 +251,10 @@ def _peak(tp: int, tokens: int, rows: int, dtype: str) -> int:
     return peak_extra_bytes(step)
 
 
-MEMORY = [(1024, 64, "float32"), (1024, 512, "float32"), (4096, 256, "float32"), (1024, 512, "bfloat16")]
+MEMORY = [
+    (1024, 64, "float32"), (1024, 512, "float32"), (4096, 256, "float32"), (4096, 2048, "bfloat16"),
+    (256, 16, "bfloat16"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -260,7 +263,7 @@ def test_memory_is_that_of_real_runs(tp: int) -> None:
     for (tokens, rows, dtype), measured in zip(MEMORY, found, strict=True):
         work = Workload(tokens, 64, 8192, DTYPES[dtype].itemsize, tp)
         on_cpu = replace(MACHINE, device=replace(MACHINE.device, on_cpu=True))
-        assert fused(work, on_cpu, rows).peak == pytest.approx(measured, rel=0.05), (tokens, rows, dtype)
+        assert fused(work, on_cpu, rows).peak == pytest.approx(measured, rel=0.1), (tokens, rows, dtype)
 
 
 @given(
@@ -289,6 +292,16 @@ def test_a_larger_chunk_adds_dw_up_less_often() -> None:
     wide = replace(WORK, itemsize=4)
     enough = int(5 * MACHINE.device.gemm / MACHINE.device.stream)
     assert advice.accumulation(wide, MACHINE, enough) == 0 < advice.accumulation(wide, MACHINE, enough // 2)
+
+
+def test_the_host_issues_chunks_beside_a_gpu_and_instead_of_a_cpu() -> None:
+    host = 10.0  # longer than any of these chunks
+    gpu = replace(MACHINE, device=replace(MACHINE.device, host=host))
+    one = replace(WORK, tp=1, tokens=3 * ROWS)
+    assert fused(one, gpu, ROWS).seconds == pytest.approx(3 * host)
+    assert fused(one, replace(MACHINE, device=replace(MACHINE.device, host=1e-9)), ROWS) == fused(one, MACHINE, ROWS)
+    cpu, busy = (replace(MACHINE, device=replace(MACHINE.device, on_cpu=True, host=some)) for some in (0.0, host))
+    assert fused(one, busy, ROWS).seconds == pytest.approx(fused(one, cpu, ROWS).seconds + 3 * host)
 
 
 @pytest.mark.parametrize("budget", [1 << 22, 1 << 28, 1 << 32])

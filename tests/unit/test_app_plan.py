@@ -198,7 +198,15 @@ def test_a_benchmark_is_compared_contestant_by_contestant(capsys: pytest.Capture
     assert seconds["relative_error"] == pytest.approx(seconds["predicted"] / 1.3 - 1)
     status, out, _ = run(capsys, f"check={tmp_path / 'bench.json'}")
     assert status == 0 and "no model of megatron_fused" in out and "(the floor of the file)" in out
-    assert "8 / 8 (+0%)" in out and "4 / -" in out
+    assert "8 / 8 (+0%)" in out and "4 / -" in out and "settled" not in out
+
+
+def test_sizes_that_have_not_settled_are_explained(tmp_path: Path) -> None:
+    report = _bench()
+    report["points"][0]["results"]["ours"]["collectives"]["bytes"]["all_gather"] += 1
+    (tmp_path / "bench.json").write_text(json.dumps(report))
+    machine = Machine(preset_device("cpu", "float32"), preset_network("loopback", "loopback", 8))
+    assert "once its exchanges have settled" in plan_check.against_bench(tmp_path, machine, fit=True)["text"]
 
 
 def test_a_given_rate_is_not_fitted(tmp_path: Path) -> None:

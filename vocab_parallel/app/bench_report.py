@@ -51,7 +51,7 @@ def _line(name: str, numbers: dict[str, Any]) -> list[str]:
         _number(numbers.get("over_floor_best"), "{:.3f}"),
         _number(numbers.get("over_floor_median"), "{:.3f}"),
         _number(numbers.get("beyond_gradients_bytes"), "{:,.1f}", 1e-6),
-        _number(numbers.get("peak_resident_bytes"), "{:,.1f}", 1e-6),
+        _number(numbers.get("resident_beyond_gradients_bytes"), "{:,.1f}", 1e-6),
         str(sum(collectives["calls"].values())) if collectives else "",
         f"{sum(collectives['bytes'].values()) / 1e3:,.1f}" if collectives else "",
     ]

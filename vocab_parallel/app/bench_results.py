@@ -26,7 +26,9 @@ DEFINITIONS = {
     "peak_extra_bytes": "largest sum of bytes of tensors beside the inputs that are alive at one time in a step, "
     "watched operation by operation in a run of its own (what is compiled runs uncompiled there); the rank with most",
     "beyond_gradients_bytes": "peak_extra_bytes less those of the two gradients in their tensors' dtype",
-    "peak_resident_bytes": "rise of the process's resident memory in a step (Linux, CPU); the rank with most",
+    "peak_resident_bytes": "rise of the process's resident memory in a step (Linux, CPU); the rank with most. Unlike "
+    "peak_extra_bytes it has what matrix products allocate inside, and what the heap wastes",
+    "resident_beyond_gradients_bytes": "peak_resident_bytes less those of the two gradients",
     "chunk_rows": "rows of hidden states in the first product with the whole of the rank's head; null if not seen",
     "collectives": "of one step on the first rank, counted at PyTorch's dispatcher; bytes as a ring sends them",
     "errors": "largest absolute error against float64 on a small problem, over the largest absolute entry; "
@@ -84,6 +86,7 @@ def _of_contestant(point: Point, name: str, floor: Sequence[float]) -> dict[str,
             "peak_extra_bytes": peak,
             "beyond_gradients_bytes": peak - point.shape.gradient_bytes,
             "peak_resident_bytes": max(resident) if resident else None,
+            "resident_beyond_gradients_bytes": max(resident) - point.shape.gradient_bytes if resident else None,
             "chunk_rows": first.rows,
             "collectives": {"calls": first.calls, "bytes": first.sent},
         }

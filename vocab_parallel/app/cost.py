@@ -65,6 +65,7 @@ class Device:
         stream: Bytes/s, read and written together, of an elementwise pass over a tensor that fits no cache.
         softmax: Elements/s of a pass that forms maximum, exponential and sum of a row and keeps the exponentials.
         on_cpu: Has no product of narrow matrices into float32, and makes its passes in blocks that stay in cache.
+        host: Seconds in which the host issues a chunk. On a CPU they are added; elsewhere a chunk takes no less.
         overlap: Share of a collective that can run beside computing; the rest takes the computing cores.
     """
 
@@ -74,6 +75,7 @@ class Device:
     stream: float
     softmax: float
     on_cpu: bool = False
+    host: float = 0.0
     overlap: float = 1.0
 
 
@@ -153,6 +155,10 @@ class Machine:
     def stream(self, moved: float) -> float:
         """Seconds of elementwise work that reads and writes `moved` bytes."""
         return moved / self.device.stream
+
+    def issuing(self, seconds: float) -> float:
+        """What the host adds to a chunk that computes for `seconds`."""
+        return self.device.host if self.device.on_cpu else max(0.0, self.device.host - seconds)
 
     def softmax(self, elements: float) -> float:
         """Seconds of one softmax pass over `elements`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from vocab_parallel.app.cost import Device, Link, Machine, Message, Network, Workload
 from vocab_parallel.app.job import Job
 from vocab_parallel.collectives import Pending, all_gather, all_reduce_
+from vocab_parallel.layout import VocabLayout
+from vocab_parallel.loss import linear_cross_entropy
 from vocab_parallel.loss.normalizer import Wanted, statistics
 from vocab_parallel.loss.options import Scores
 from vocab_parallel.shard import VocabShard
@@ -22,9 +26,11 @@ _PEAKS = {
     "h100": ({"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12}, 3.35e12),
     "h200": ({"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12}, 4.8e12),
 }
+# Seconds in which Python issues one chunk of the fused loss, measured with this module.
+_HOST = 0.45e-3
 _ATTAINED_GEMM, _ATTAINED_MEMORY = 0.7, 0.85  # of the peak, by large products and by streaming passes
-# One thread of an x86 server core with AVX-512 and AMX, measured with this module: GEMM FLOP/s and softmax elements/s by
-# dtype, then bytes/s of memory while another thread streams too.
+# One thread of an x86 server core with AVX-512 and AMX, measured with this module: GEMM FLOP/s and softmax elements/s
+# by dtype, then bytes/s of memory while another thread streams too.
 _CPU_GEMM = {"bfloat16": 800e9, "float16": 160e9, "float32": 165e9, "float64": 80e9}
 _CPU_SOFTMAX = {"bfloat16": 0.7e9, "float16": 0.75e9, "float32": 0.8e9, "float64": 0.35e9}
 _CPU_STREAM = 13e9
@@ -44,18 +50,19 @@ _START_ELSEWHERE = 14e-6  # NCCL's baseLat of the same ring
 
 _LINK_BYTES = 8 << 20  # of the all-reduce that bandwidth is measured with
 _STREAM_ELEMENTS = 1 << 25
+_FEW_CHUNKS = 8
 
 
 def preset_device(name: str, dtype: str) -> Device:
     """A device of the presets, at attained rates."""
     if name == "cpu":
         gemm, wide = _CPU_GEMM[dtype], max(_CPU_GEMM[dtype] if dtype == "float64" else 0.0, _CPU_GEMM["float32"])
-        return Device(name, gemm, wide, _CPU_STREAM, _CPU_SOFTMAX[dtype], on_cpu=True, overlap=0.0)
+        return Device(name, gemm, wide, _CPU_STREAM, _CPU_SOFTMAX[dtype], on_cpu=True, host=_HOST, overlap=0.0)
     peaks, memory = _PEAKS[name]
     stream = _ATTAINED_MEMORY * memory
     # Read for the maximum, read for the exponential, written once.
     softmax = stream / (3 * DTYPES[dtype].itemsize)
-    return Device(name, _ATTAINED_GEMM * peaks[dtype], _ATTAINED_GEMM * peaks["float32"], stream, softmax)
+    return Device(name, _ATTAINED_GEMM * peaks[dtype], _ATTAINED_GEMM * peaks["float32"], stream, softmax, host=_HOST)
 
 
 def preset_network(link: str, between: str, ranks_per_node: int) -> Network:
@@ -65,7 +72,7 @@ def preset_network(link: str, between: str, ranks_per_node: int) -> Network:
 
 
 def measure(job: Job, work: Workload, dtype: str) -> Machine:
-    """The ranks of this job: a few products, passes and collectives; the slowest rank counts. About two seconds.
+    """The ranks of this job: a few products, passes, chunks and collectives; the slowest rank counts. A few seconds.
 
     Returns:
         The machine; alone, with the loopback preset for its links, for there is none to measure.
@@ -94,7 +101,22 @@ class _Bench:
         softmax = logits.numel() / self._seconds(
             lambda: statistics(logits, scores=Scores(), wanted=Wanted(), in_place=True)
         )
-        return Device(str(self._job.device), gemm, wide, stream, softmax, self._job.device.type == "cpu")
+        on_cpu = self._job.device.type == "cpu"
+        return Device(str(self._job.device), gemm, wide, stream, softmax, on_cpu, self._host())
+
+    def _host(self) -> float:
+        """What a chunk of next to no work takes, the first of a call not counted."""
+        shard = VocabShard(VocabLayout(64, 1))
+        weight = self._random(shard.shard_size, 8).requires_grad_()
+        rows = self._random(_FEW_CHUNKS + 1, 8).requires_grad_()
+        target = torch.zeros(len(rows), dtype=torch.int64, device=self._job.device)
+
+        def step(chunk_size: int) -> None:
+            loss: Any = linear_cross_entropy(rows, weight, target, shard=shard, chunk_size=chunk_size)
+            loss.backward()
+
+        many, one = (self._seconds(partial(step, size), 10) for size in (1, len(rows)))
+        return max(0.0, many - one) / _FEW_CHUNKS
 
     def _stream(self) -> float:
         x, y = (torch.ones(_STREAM_ELEMENTS, device=self._job.device) for _ in range(2))

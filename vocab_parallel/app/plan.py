@@ -53,7 +53,8 @@ def make(config: PlanConfig, machine: Machine, world: int | None = None) -> dict
     degrees = scaling(work, machine, config.memory_budget, _DEGREES)
     curve = chunk_curve(work, machine, config.memory_budget)
     text = [
-        plan_text.describe(work, machine, config.dtype, _source(config, machine.network)),
+        "predicted by the cost model, not measured\n"
+        + plan_text.describe(work, machine, config.dtype, _source(config, machine.network)),
         plan_text.schedules(list(predictions.values()), work.gradients, machine.floor(work)),
         "memory at the peak beside input and weight, MB by item\n" + plan_text.memory(list(predictions.values())),
         "ours by chunk, up to the budget\n" + plan_text.curve(curve, work.gradients),
@@ -130,7 +131,7 @@ def _plan(config: PlanConfig, job: Job | None, as_json: bool) -> None:
             path.write_text(written + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"out: cannot write {path}: {error.strerror}") from error
-    print(written if as_json else f"predicted by the cost model, not measured\n{text}", flush=True)
+    print(written if as_json else text, flush=True)
 
 
 def _for_check(config: PlanConfig) -> PlanConfig:

@@ -88,7 +88,7 @@ def against_bench(path: Path, machine: Machine, *, fit: bool) -> dict[str, Any]:
         ConfigError: No such file, or not one that ``bench loss`` wrote.
     """
     report = read_bench(path)
-    points, blocks = [], []
+    points, blocks, compared = [], [], []
     for point in report["points"]:
         problem = point["problem"]
         dtype = report["config"]["dtype"]
@@ -101,6 +101,7 @@ def against_bench(path: Path, machine: Machine, *, fit: bool) -> dict[str, Any]:
             if name in CONTESTANTS:
                 chunk = numbers.get("chunk_rows") or point.get("chunk_rows") or work.tokens
                 rows[name] = compare(SCHEDULES[CONTESTANTS[name]](work, fitted, chunk), _measured(numbers))
+        compared.append(rows)
         without = [name for name in point["results"] if name not in rows and name != "floor"]
         points.append({"workload": vars(work), "gemm_rate": fitted.device.gemm, "contestants": rows})
         title = (
@@ -108,6 +109,13 @@ def against_bench(path: Path, machine: Machine, *, fit: bool) -> dict[str, Any]:
             f"{fitted.device.gemm / 1e12:.3g} TFLOP/s{' (the floor of the file)' if fitted is not machine else ''}"
         )
         blocks.append(f"{title}\n{_table(rows)}" + (f"\nno model of {', '.join(without)}" if without else ""))
+    ours = [rows["ours"]["sent_bytes"] for rows in compared if "ours" in rows]
+    unsettled = any(one["measured"] not in (None, one["predicted"]) for one in ours)
+    if unsettled:
+        blocks.append(
+            f"ours sends what is predicted once its exchanges have settled on a size: after {_HABIT} of them; before, "
+            "48 KiB or what the largest of the last ones needed"
+        )
     text = "predicted / measured (relative error of the prediction)\n" + "\n\n".join(blocks)
     return {"file": str(path), "points": points, "text": text}
 

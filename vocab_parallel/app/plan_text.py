@@ -30,7 +30,7 @@ def describe(work: Workload, machine: Machine, dtype: str, source: str) -> str:
     return (
         f"{size}, {dtype}\n"
         f"rates ({source}): {device.name}, products {device.gemm / 1e12:.4g} TFLOP/s, passes {device.stream / 1e9:.4g} "
-        f"GB/s, softmax {device.softmax / 1e9:.3g} G elements/s\n"
+        f"GB/s, softmax {device.softmax / 1e9:.3g} G elements/s, a chunk issued in {device.host * 1e3:.2f} ms\n"
         f"links: {links}; {network.start * 1e6:.3g} us to start; {device.overlap:.0%} of a collective beside computing"
     )
 

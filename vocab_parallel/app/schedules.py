@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from vocab_parallel.app.cost import ROW_PASS_BYTES, Chunk, Machine, Message, Prediction, Workload, run
 
 _HEADER = 64  # bytes in front of every exchange (see `agreement`)
 _WORDS = 3  # statistics of a row: maximum, sum, target score
-# On a CPU: elements of a float32 copy of narrow logits, and of a narrow dW product, that are held at a time.
-_BLOCK, _PRODUCT = 1 << 19, 1 << 21
+# Elements of a float32 copy of narrow numbers that is held at a time; on a CPU of a narrow dW product, as formed and
+# transposed.
+_BLOCK, _BLOCK_ELSEWHERE, _PRODUCT = 1 << 18, 1 << 26, 1 << 21
 
 
 def exchange_bytes(work: Workload, rows: int) -> int:
@@ -39,7 +41,7 @@ def fused_memory(work: Workload, rows: int, own_rows: int, *, on_cpu: bool = Fal
     }
     scaled = kept | {
         "dW": work.itemsize * work.stored * work.hidden,
-        "scaled dW": accumulator if narrow else 0,
+        "scaled dW": work.wide * min(work.stored * work.hidden, _BLOCK if on_cpu else _BLOCK_ELSEWHERE) * narrow,
         "scaled dH": work.itemsize * own_rows * work.hidden,
     }
     return max(loop, scaled, key=lambda items: sum(items.values()))
@@ -52,8 +54,10 @@ def _workspace(work: Workload, rows: int, on_cpu: bool) -> int:
     products = rows * (2 * row + 2 * work.wide * work.hidden)  # rows and product, narrow; dH and scaled rows, wide
     if work.itemsize == work.wide:
         return products
-    formed = min(work.real * work.hidden, _PRODUCT) if on_cpu else work.real * work.hidden
-    return max(rows * row + (block if on_cpu else 0), products + work.itemsize * formed)
+    if not on_cpu:
+        return products + work.real * row
+    formed = 2 * work.itemsize * min(work.real * work.hidden, _PRODUCT)
+    return max(rows * row + block, products + rows * row + formed)
 
 
 def fused(work: Workload, machine: Machine, rows: int) -> Prediction:
@@ -71,7 +75,7 @@ def fused(work: Workload, machine: Machine, rows: int) -> Prediction:
 def fused_sequence_parallel(work: Workload, machine: Machine, rows: int) -> Prediction:
     """Ours, each rank holding its share of the rows: gathered a chunk ahead, dH reduce-scattered."""
     if work.tp == 1:
-        return _named(fused(work, machine, rows), "fused, sequence parallel")
+        return replace(fused(work, machine, rows), schedule="fused, sequence parallel")
     share = -(-work.tokens // work.tp)
     widths = _sizes(share, max(1, rows // work.tp))
     rows = widths[0][0] * work.tp
@@ -160,6 +164,7 @@ def deepspeed(work: Workload, machine: Machine, rows: int) -> Prediction:
     for size, n in sizes:
         traffic += [(Message("all_reduce", 4 * size), n), (Message("all_reduce", 8 * size), n)]
     traffic.append((Message("all_reduce", 4 * work.tokens * work.hidden), 1))
+    passes += _count(sizes) * machine.issuing((gemm + passes) / _count(sizes))
     exposed = sum(count * machine.network.seconds(message, work.tp) for message, count in traffic)
     seconds = gemm + passes + exposed
     return Prediction("DeepSpeed linear", seconds, exposed, gemm, memory, tuple(traffic), work.tp, sizes[0][0])
@@ -232,7 +237,7 @@ def _gradient_chunk(
     work: Workload, machine: Machine, rows: int, exchange: Message | None, reduce: Message, fetch: Message | None = None
 ) -> Chunk:
     product = machine.gemm(work, rows, work.real)
-    return Chunk(
+    chunk = Chunk(
         project=product,
         statistics=machine.softmax(float(rows) * work.real),
         exchange=exchange,
@@ -242,6 +247,7 @@ def _gradient_chunk(
         weight=machine.weight_gemm(work, rows, work.real),
         fetch=fetch,
     )
+    return replace(chunk, finish=chunk.finish + machine.issuing(chunk.computing))
 
 
 def _predict(
@@ -272,10 +278,3 @@ def _whole(
 def _exposed(seconds: float, behind: float, overlap: float) -> float:
     """What is left of a collective that runs beside `behind` seconds of computing."""
     return max(0.0, overlap * seconds - behind) + (1.0 - overlap) * seconds
-
-
-def _named(prediction: Prediction, name: str) -> Prediction:
-    return Prediction(
-        name, prediction.seconds, prediction.exposed, prediction.gemm, prediction.memory, prediction.traffic,
-        prediction.tp, prediction.chunk,
-    )  # fmt: skip

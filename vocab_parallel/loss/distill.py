@@ -70,7 +70,7 @@ def linear_distillation(
         sequence_parallel: As in `linear_cross_entropy`. Without `target`, a row weight and the rows' losses are of this
             rank's rows.
         chunk_size: Rows of a chunk, over the whole group.
-        memory_budget: Bytes for a chunk's logits of both heads. Default: 256 MiB, and at most 2,048 rows.
+        memory_budget: Bytes for a chunk's logits of both heads. Default: 2^26 logits, and at most 2,048 rows.
 
     Returns:
         Nats, float32 (float64 for float64 `input`): for "none" `[...]`, else a scalar over all rows of the group.
@@ -140,7 +140,7 @@ def prepare_student(
     if beside is not None:
         name = f"{name}, teacher_weight {list(beside.shape)} {beside.dtype}"
         if chunk_size is None:
-            wider = torch.promote_types(beside.dtype, weight.dtype)
+            wider = torch.promote_types(beside.dtype, weight.dtype) if isinstance(weight, Tensor) else beside.dtype
             chunk_size = max(1, chunk_rows(shard, wider, memory_budget) // 2)
     if target is None and isinstance(input, Tensor):  # else the next check complains about input
         target = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device)

@@ -18,6 +18,7 @@ from vocab_parallel.loss.tree import tree_sum
 from vocab_parallel.shard import VocabShard
 
 LEAVES = 8
+_ALIGNMENT = 64  # bytes
 
 
 def leaf_ids(shard: VocabShard) -> list[range]:
@@ -39,6 +40,15 @@ def leaf_ids(shard: VocabShard) -> list[range]:
         range(min(at, layout.vocab_size), min(at + size, layout.vocab_size))
         for at in range(0, layout.padded_size, size)
     ]
+
+
+def aligned(leaf: Tensor) -> Tensor:
+    """The leaf, or a copy of it where it does not begin at a multiple of 64 bytes.
+
+    Where a leaf begins in its rank's storage depends on the TP size, and a GEMM of operands that are aligned otherwise
+    may add in another order (seen in MKL without AVX2; cuBLAS looks at the alignment too).
+    """
+    return leaf if leaf.data_ptr() % _ALIGNMENT == 0 else leaf.clone()
 
 
 class InvariantRows(ReplicatedRows):

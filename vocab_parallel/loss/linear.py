@@ -30,7 +30,7 @@ from vocab_parallel.loss.outputs import RowOutputs
 from vocab_parallel.loss.wide_mean import WideMean
 from vocab_parallel.shard import VocabShard
 
-_BUDGET_BYTES = 256 << 20
+_CHUNK_LOGITS = 1 << 26
 _MOST_ROWS = 4096
 
 
@@ -71,7 +71,7 @@ def linear_cross_entropy(
         sequence_parallel: Each rank passes its own rows (their number may differ) and gets their gradient.
         chunk_size: Rows of a chunk, over the whole group (with `sequence_parallel` an equal share of each rank).
         memory_budget: Bytes for a chunk's logits, from which the chunk follows where `chunk_size` is not given.
-            Default: 256 MiB, and at most 4,096 rows.
+            Default: 2^26 logits (128 MiB in bfloat16), and at most 4,096 rows.
         tp_invariant: The same bits of loss and gradients at TP 1, 2, 4 and 8; see `invariant`.
 
     The other arguments: as in `cross_entropy`.
@@ -205,7 +205,7 @@ def prepare(
 
 
 def chunk_rows(shard: VocabShard, dtype: torch.dtype = torch.float32, memory_budget: int | None = None) -> int:
-    """Rows of a chunk whose logits take `memory_budget` bytes (default 256 MiB and at most 4,096 rows).
+    """Rows of a chunk whose logits take `memory_budget` bytes (default 2^26 logits, and at most 4,096 rows).
 
     From the layout alone, so that every rank chooses the same whatever else may differ.
     """
@@ -213,10 +213,9 @@ def chunk_rows(shard: VocabShard, dtype: torch.dtype = torch.float32, memory_bud
 
 
 def _chunk_rows(columns: int, dtype: torch.dtype, memory_budget: int | None) -> int:
-    row = columns * torch.empty((), dtype=dtype).element_size()
     if memory_budget is not None:
-        return max(1, memory_budget // row)
-    return max(1, min(_MOST_ROWS, _BUDGET_BYTES // row))
+        return max(1, memory_budget // (columns * dtype.itemsize))
+    return max(1, min(_MOST_ROWS, _CHUNK_LOGITS // columns))
 
 
 def _takes_main_grad(parameter: Tensor, used: Tensor) -> bool:

@@ -69,7 +69,8 @@ def linear_row_loss(
 
     Args:
         fn: Gets the statistics and the row data of some rows, flat: `[C]` and `[C, *]`; returns `[C]`. A row's loss may
-            depend on that row only. It must be differentiable and compute the same on every rank: no random numbers.
+            depend on that row only. It must be differentiable and compute the same on every rank and every time: no
+            random numbers. With "none" it is called for the same rows again in backward.
         row_data: Tensors that need no gradient, the same on every rank; with `sequence_parallel` as `target`.
         reduction: "mean" over the valid rows, "sum", or "none" (4 GEMMs).
         entropy: Whether `fn` reads the entropy. False keeps the exchange at 12 bytes a row, and hidden behind a GEMM.
@@ -85,11 +86,14 @@ def linear_row_loss(
     """
     options = LossOptions(reduction, ignore_index, scores=Scores(softcap, temperature))
     name = f"linear_row_loss({options}, entropy={entropy}, {len(row_data)} row data)"
+    trained = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (input, linear_weight, linear_bias)
+    )
     with WideMean(shard, mean_group, name) as wide:
         input, weight, bias, call = prepare(
-            name, lambda data: _RowLoss(fn, data, entropy), input, linear_weight, linear_bias, target, shard, options,
-            wide, row_data=row_data, outputs=outputs, sequence_parallel=sequence_parallel, chunk_size=chunk_size,
-            memory_budget=memory_budget,
+            name, lambda data: _RowLoss(fn, data, entropy, trained), input, linear_weight, linear_bias, target, shard,
+            options, wide, row_data=row_data, outputs=outputs, sequence_parallel=sequence_parallel,
+            chunk_size=chunk_size, memory_budget=memory_budget,
         )  # fmt: skip
         if reduction == "none":
             values: Any = apply(PerRow, input, weight, bias, call)
@@ -99,11 +103,17 @@ def linear_row_loss(
 
 @dataclass(frozen=True)
 class _RowLoss:
-    """The objective of `linear_row_loss`: the chain rule through `fn` gives the coefficients."""
+    """The objective of `linear_row_loss`: the chain rule through `fn` gives the coefficients.
+
+    Attributes:
+        trained: A gradient is wanted, now or in backward. Then `fn` is differentiated in forward in any case: there the
+            ranks tell each other of an error, while in backward one that raises would leave the others waiting.
+    """
 
     fn: Callable[..., Tensor]
     row_data: tuple[Tensor, ...]
     needs_entropy: bool
+    trained: bool
     foreign = True
 
     @property
@@ -120,18 +130,19 @@ class _RowLoss:
         logprob = torch.where(targets.valid, normalizer.target_logprob, 0.0)
         found = [logprob, normalizer.lse, *((normalizer.entropy,) if self.needs_entropy else ())]
         with torch.enable_grad():
-            leaves = [row.detach().requires_grad_(upstream is not None) for row in found]
+            leaves = [row.detach().requires_grad_(upstream is not None or self.trained) for row in found]
             logprob, lse, entropy = (*leaves, None)[:3]
             rows: object = self.fn(RowStatistics(logprob, entropy, lse), *(data[index] for data in self.row_data))
             if not isinstance(rows, Tensor) or rows.shape != logprob.shape:
                 got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
                 raise LayoutMismatchError(f"the row loss must return one number a row {list(logprob.shape)}, got {got}")
         values = (torch.where(targets.valid, rows.detach().to(found[0].dtype), 0.0),)
-        if upstream is None:
-            return values, None
         given: list[Tensor | None] = [None] * len(leaves)
         if rows.requires_grad:
-            given = list(torch.autograd.grad(rows, leaves, upstream[0].to(rows.dtype), allow_unused=True))
+            of_rows = targets.valid if upstream is None else upstream[0]
+            given = list(torch.autograd.grad(rows, leaves, of_rows.to(rows.dtype), allow_unused=True))
+        if upstream is None:
+            return values, None
         of_logprob, of_lse, of_entropy = (
             torch.zeros_like(found[0]) if grad is None else torch.where(targets.valid, grad, 0.0)
             for grad in (*given, None)[:3]
