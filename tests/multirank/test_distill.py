@@ -336,6 +336,7 @@ EDGES = Cases(
         for case in heads("student masked", bias=True, masked=(0, 3, 4, 5), options={"reduction": "none"})
         if "forward" not in case.name
     ]
+    + heads("teacher masked, every row ignored", bias=True, teacher_masked=(0, 3, 4, 5), ignored="all")
     + heads("infinite", bias=True, masked=(2, 3, 4, 5), options={"reduction": "none"})[:1]
     + heads("infinite", bias=True, teacher_masked=(2, 3, 4, 5), frozen=("input", "weight", "bias"))[1:2]
     + top_k("masked student, not given", 2, bias=True, masked=(0, 7), teacher_masked=(0, 7))
@@ -507,6 +508,18 @@ def test_a_chunk_takes_one_exchange_and_jensen_shannon_two(entry, tp):
     assert TRAFFIC_BATCH(tp, case, settings) == [(forward, backward)] * tp
 
 
+def _chunks(rank, case):
+    shard = shard_of(case.vocab)
+    mine = local(case, tensors_of(case), shard)
+    call(case, mine, shard, memory_budget=3 * 8 * shard.shard_size * (1 if case.given else 2))
+    return shard.traffic.calls["all_gather"]
+
+
+def test_the_memory_budget_is_for_the_logits_of_both_heads():
+    for case, chunks in zip(each("budget"), (3, 3, 2 * 3, 3, 3, 3), strict=True):
+        assert run_ranks(_chunks, 2, case) == [chunks] * 2, case.name
+
+
 def _bytes(rank, case):
     shard = shard_of(case.vocab)
     meter, mine = Meter(shard), local(case, tensors_of(case), shard)
@@ -653,6 +666,7 @@ FAULTY += [
     (replace(BAD_TOP_K, spread="even"), name, False, deferred)
     for name, deferred in product(("an id too large", "an id twice", "NaN", "logits"), (False, True))
 ]
+FAULTY += [(replace(BAD_TOP_K, given=9), "NaN in the student", everywhere, False) for everywhere in (True, False)]
 
 
 def _faulty(rank, case, name, everywhere, deferred):
@@ -681,7 +695,8 @@ def test_a_fault_is_the_same_error_on_every_rank(entry):
     if name == "no finite teacher" and not everywhere:
         assert [met.kind for met, _ in ranks] == [None, None], "the other shard has finite logits"
     elif not deferred:
-        assert_all_raise(name, [met for met, _ in ranks], [error], words)
+        whose = [f"rank {0 if everywhere else 1}"] if name.startswith(("NaN in", "inf in")) else []
+        assert_all_raise(name, [met for met, _ in ranks], [error], words + whose)
     else:  # what only one rank holds shows as a difference between ranks; words may be on one rank only
         kinds = {met.kind for met, _ in ranks}
         assert len(kinds) == 1 and kinds <= {error, "LayoutMismatchError"}, ranks

@@ -113,7 +113,7 @@ def drawn(count: int, seed: int) -> list[Case]:
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=8 * count,
+        max_examples=5 * count,
         database=None,
         deadline=None,
         phases=[hypothesis.Phase.generate],

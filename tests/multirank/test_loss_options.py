@@ -311,6 +311,22 @@ def test_offsets_of_ten_thousand_cost_no_digit(case, tp):
     OFFSETS.check(case, tp)
 
 
+FAR_APART = Cases(  # exp(m - M) of a shard is 0, and yet a target may have mass there
+    [
+        replace(case, bias=case.linear, chunk_size=3 if case.linear else None)
+        for name, settings in EVERY_OPTION.items()
+        for case in both(f"{name}, logits far apart", scale=1000.0, weighted="function" not in settings, **settings)
+        if case.linear or case.function != "row_loss"
+    ]
+)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@FAR_APART.each
+def test_shards_whose_probabilities_underflow(case, tp):
+    FAR_APART.check(case, tp)
+
+
 EDGES = Cases(
     [
         replace(case, every_id=True, ignored="none", leading=(case.vocab,))

@@ -133,11 +133,11 @@ def megatron(work: Workload, machine: Machine, rows: int) -> Prediction:
     cast = work.itemsize + 4 if work.itemsize != 4 else 0  # to float32 and back
     # maximum 4, subtract 8, exponential 8, sum 4, divide 8; backward: multiply 8
     passes = machine.stream(float(whole) * (40 + 2 * cast))
-    memory = {
-        "logits": 4 * whole + (work.itemsize * whole if cast else 0),
-        "dW": work.itemsize * work.stored * work.hidden,
-        "dH": work.itemsize * work.tokens * work.hidden,
-    }
+    dw, dh = (work.itemsize * rows * work.hidden for rows in (work.stored, work.tokens))
+    # Narrow logits are held beside the float32 ones before the products of backward, and alone during them.
+    memory = {"logits": (4 + work.itemsize) * whole} if cast else {"logits": 4 * whole, "dW": dw, "dH": dh}
+    if cast and 4 * whole < dw + dh:
+        memory = {"logits": work.itemsize * whole, "dW": dw, "dH": dh}
     messages = [*[Message("all_reduce", 4 * work.tokens)] * 3, _reduction(work, work.tokens)]
     return _whole("Megatron plain", work, machine, passes, memory, messages, behind=True)
 
@@ -156,7 +156,8 @@ def deepspeed(work: Workload, machine: Machine, rows: int) -> Prediction:
     passes = machine.stream(float(work.tokens) * work.real * each + 8.0 * work.tokens * work.hidden * _count(sizes))
     largest = max(sizes[0][0] * work.real, work.tokens * block)
     memory = {
-        "logits": largest * (4 + (work.itemsize if cast else 0)),
+        # One block and the last one's gradient; a product that takes float32 only holds another copy.
+        "logits": largest * (8 if not cast else 6 if mixed else 10),
         "dW": work.itemsize * work.stored * work.hidden,
         "dH": (4 + (work.itemsize if cast else 0)) * work.tokens * work.hidden,
     }

@@ -13,7 +13,7 @@ from vocab_parallel import reference
 from vocab_parallel.app.job import Job
 from vocab_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
 from vocab_parallel.head import VocabParallelLMHead
-from vocab_parallel.loss import cross_entropy, linear_cross_entropy
+from vocab_parallel.loss import cross_entropy, linear_cross_entropy, token_logprobs
 from vocab_parallel.select import greedy, top_k
 from vocab_parallel.tying import tie_weights
 
@@ -51,9 +51,12 @@ class SelfTests:
             for over in ("all", "others"):
                 options: dict[str, Any] = {"label_smoothing": 0.1, "smoothing_over": over}
                 tests.append((f"{name}, smoothing over {over}", partial(loss, **options), LIMIT))
+            tests.append((f"{name}, z-loss", partial(loss, z_loss=1e-3), LIMIT))
+            tests.append((f"{name}, softcap and temperature", partial(loss, softcap=5.0, temperature=0.7), LIMIT))
         tests += [
             ("linear_cross_entropy, bias", partial(self.linear_loss, with_bias=True), LIMIT),
             ("linear_cross_entropy, sequence parallel", partial(self.linear_loss, sequence_parallel=True), LIMIT),
+            ("token_logprobs", self.logprobs, LIMIT),
             ("greedy", self.greedy, 0.0),
             ("top_k", self.top_k, 0.0),
             ("tied embedding and head", self.tied, LIMIT),
@@ -98,7 +101,7 @@ class SelfTests:
         )  # fmt: skip
         want = reference.linear_cross_entropy(
             whole[0], whole[1], self.target, bias=whole[2] if with_bias else None,
-            reduction=reduction, **options,  # type: ignore[arg-type]
+            reduction=reduction, **options,
         )  # fmt: skip
         _backward(got)
         _backward(want)
@@ -111,6 +114,17 @@ class SelfTests:
         if with_bias:
             errors.append(_relative(bias.grad, self.shard.slice(_gradient(whole[2]))))
         return max(errors)
+
+    def logprobs(self) -> float:
+        """Log-probabilities, entropies and the logits' gradient of their sum."""
+        whole = reference.logits(self.hidden, self.table, self.bias).double().requires_grad_()
+        local = self.shard.slice(whole.detach().float(), dim=-1).requires_grad_()
+        got, want = token_logprobs(local, self.target, shard=self.shard), reference.token_logprobs(whole, self.target)
+        _backward(got.logprob + got.entropy)
+        _backward(want[0] + want[1])
+        scale = max(1.0, *(float(rows.detach().abs().max()) for rows in want))
+        errors = [_difference(rows, wanted) / scale for rows, wanted in zip(got, want, strict=True)]
+        return max(*errors, _relative(local.grad, self.shard.slice(_gradient(whole), dim=-1)))
 
     def greedy(self) -> float:
         """Rows chosen otherwise than by the oracle; must be 0."""

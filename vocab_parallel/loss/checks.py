@@ -27,8 +27,9 @@ def check_targets(target: object, shard: VocabShard, options: LossOptions) -> No
         raise LayoutMismatchError(f"a target distribution must be floating, got {got}")
     if target.dim() == 0 or target.shape[-1] != shard.shard_size:
         raise LayoutMismatchError(
-            f"a target distribution must hold this rank's columns [..., {shard.shard_size}], padding included, got "
-            f"{list(target.shape)} on rank {shard.rank} of {shard.tp_size} ({shard.layout})."
+            f"a target of {target.dtype} is a distribution and must hold this rank's columns [..., "
+            f"{shard.shard_size}], padding included, got {list(target.shape)} on rank {shard.rank} of {shard.tp_size} "
+            f"({shard.layout}). Token ids must be integer."
         )
     if target.requires_grad:
         raise ValueError("the target distribution requires a gradient, which this loss does not form: detach it")

@@ -74,7 +74,7 @@ def cross_entropy(
 
     Collectives:
         Forward: one all-gather of 12 bytes a row; 4 more with smoothing, 12 with a distribution, and what `outputs`
-        adds; with `mean_group` one of 96 bytes over it. Backward: none. None at tp_size 1 without `mean_group`.
+        adds; with `mean_group` one of 80 bytes over it. Backward: none. None at tp_size 1 without `mean_group`.
 
     Memory:
         Forward keeps `logits` and 12 bytes a row. Backward allocates the gradient, nothing else of its size.

@@ -140,7 +140,7 @@ def prepare_student(
     if beside is not None:
         name = f"{name}, teacher_weight {list(beside.shape)} {beside.dtype}"
         if chunk_size is None:
-            wider = torch.promote_types(beside.dtype, weight.dtype) if isinstance(weight, Tensor) else beside.dtype
+            wider = torch.promote_types(beside.dtype, getattr(weight, "dtype", beside.dtype))  # not yet checked
             chunk_size = max(1, chunk_rows(shard, wider, memory_budget) // 2)
     if target is None and isinstance(input, Tensor):  # else the next check complains about input
         target = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device)
@@ -164,7 +164,7 @@ class SecondHead:
         self._logits = input.new_empty(0)
 
     def compare(self, chunk: int, logits: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        self.again(chunk, valid)
+        self.again(chunk)
         between, shard = self._between, self._student.shard
         gathered = self._student.exchange(chunk, between.statistics(logits, self._logits))
         rows = between.merge(gathered)
@@ -175,9 +175,8 @@ class SecondHead:
         own, others = all_gather(shard, between.mixture(logits, self._logits, rows)).wait().sum(0)
         return between.beta * others + (1.0 - between.beta) * own, torch.stack([*rows[:4], own])
 
-    def again(self, chunk: int, active: Tensor) -> None:
-        hidden = self._head.plan.hidden(chunk).masked_fill(~active[:, None], 0.0)
-        self._logits = self._head.ranges[0].project(hidden)
+    def again(self, chunk: int) -> None:
+        self._logits = self._head.ranges[0].project(self._head.plan.hidden(chunk))
 
     def gradient(self, chunk: int, logits: Tensor, kept: Tensor, factor: Tensor) -> None:
         self._between.gradient(logits, self._logits, Merged(*kept), factor)

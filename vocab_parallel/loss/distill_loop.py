@@ -35,8 +35,8 @@ class Teacher(Protocol):
             valid: bool `[C]`; other rows may hold anything.
         """
 
-    def again(self, chunk: int, active: Tensor) -> None:
-        """Prepares `gradient` of a chunk that was not compared just now, for the rows `active` `[C]`."""
+    def again(self, chunk: int) -> None:
+        """Prepares `gradient` of a chunk that was not compared just now."""
 
     def gradient(self, chunk: int, logits: Tensor, kept: Tensor, factor: Tensor) -> None:
         """Writes `factor` `[C]` times the gradient over the raw logits; 0 where `factor` is 0."""
@@ -107,11 +107,10 @@ class Student:
     def backward(self, chunk: int, kept: Tensor, upstream: Tensor) -> None:
         """One chunk again, now that the gradients of the rows' losses `[T]` are known."""
         factor = self._weight(self.plan.chunks[chunk], upstream[self.plan.chunks[chunk]])
-        active = factor != 0
         # Rows without a gradient may hold NaN, and a zero factor would not keep it out of dW.
-        hidden = self.plan.hidden(chunk).masked_fill(~active[:, None], 0.0)
+        hidden = self.plan.hidden(chunk).masked_fill((factor == 0)[:, None], 0.0)
         logits = self.head.ranges[0].project(hidden)
-        self._teacher.again(chunk, active)
+        self._teacher.again(chunk)
         self._add(chunk, hidden, logits, kept, factor, torch.ones_like(factor[:1].sum()))
 
     def _weight(self, index: slice | Tensor, upstream: Tensor) -> Tensor:

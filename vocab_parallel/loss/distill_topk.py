@@ -152,7 +152,7 @@ class SparseTeacher:
         require_finite(shard, normalizer, gathered, valid, row_numbers(self._student.plan.chunks[chunk]))
         return values, kept
 
-    def again(self, chunk: int, active: Tensor) -> None:
+    def again(self, chunk: int) -> None:
         """Nothing: the ids are at hand."""
 
     def gradient(self, chunk: int, logits: Tensor, kept: Tensor, factor: Tensor) -> None:

@@ -111,9 +111,9 @@ class Divergence:
         heads: list[Tensor] = []
         shifts, weights = [], []
         for m, s in ((gathered[:, 0], gathered[:, 1]), (gathered[:, 2], gathered[:, 3])):
-            maximum, empty = m.amax(0), m == -torch.inf  # -inf - -inf would be NaN
-            shifts.append(torch.where(empty, 0.0, m - maximum))
-            weights.append(torch.where(empty, 0.0, shifts[-1].exp()))
+            maximum = m.amax(0)
+            shifts.append(torch.where(m == -torch.inf, 0.0, m - maximum))  # -inf - -inf would be NaN
+            weights.append(shifts[-1].exp())  # of an empty shard what it multiplies is 0
             heads += [maximum, (s * weights[-1]).sum(0)]
         if self.mixes:
             return Merged(heads[0], heads[1], heads[2], heads[3], torch.zeros_like(heads[0]))

@@ -156,7 +156,7 @@ class Head:
     def _exchange(self, chunk: int, payload: Tensor, may_fail: bool) -> Exchange:
         """The first exchange of a call carries what a device found wrong with the targets, the later ones continue."""
         opens = chunk == 0 and self._opens
-        found = target_found(self.targets.ids, self.shard, self._ignore_index) if opens else None
+        found = target_found(self.targets.ids, self.shard, self._ignore_index) if chunk == 0 else None
         return Exchange(
             self.shard, "loss", self._words, payload=payload, fault=self._fault, checksum=self._checksum, found=found,
             opens=opens, may_fail=may_fail and not opens,
