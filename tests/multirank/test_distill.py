@@ -184,7 +184,7 @@ def unsharded(case, tensors):
 
     def logits(prefix, weight, bias):
         hidden = torch.where(valid[..., None], tensors[f"{prefix}input"], 0.0)
-        return reference.logits(hidden, tensors[weight], tensors.get(bias))
+        return torch.where(valid[..., None], reference.logits(hidden, tensors[weight], tensors.get(bias)), 0.0)
 
     heat = options.get("temperature", 1.0)
     z = reference.scores(logits("", "weight", "bias"), options.get("softcap"))

@@ -14,11 +14,18 @@ from torch import Tensor
 
 from tests.ranks import run_ranks
 from vocab_parallel import app
-from vocab_parallel.app import bench, bench_config, bench_field, bench_measure, bench_problem, bench_results, peers
-from vocab_parallel.app.bench_problem import Problem, Shape
-from vocab_parallel.app.bench_watch import CollectiveCounter
+from vocab_parallel.app.bench import command as bench
+from vocab_parallel.app.bench import config as bench_config
+from vocab_parallel.app.bench import field as bench_field
+from vocab_parallel.app.bench import measure as bench_measure
+from vocab_parallel.app.bench import peers
+from vocab_parallel.app.bench import problem as bench_problem
+from vocab_parallel.app.bench import results as bench_results
+from vocab_parallel.app.bench.peers import Choice, Contestant
+from vocab_parallel.app.bench.problem import Problem, Shape
+from vocab_parallel.app.bench.watch import CollectiveCounter
 from vocab_parallel.app.job import Job
-from vocab_parallel.app.peers import Choice, Contestant
+from vocab_parallel.app.settings import from_words
 from vocab_parallel.errors import ConfigError
 
 
@@ -28,12 +35,14 @@ def shape_of(rank: int = 0, world: int = 1, **sizes: int) -> Shape:
 
 
 def test_settings_are_words_over_defaults() -> None:
-    config = bench_config.from_words(["tokens=8", "dtype=bfloat16", "contestants=[ours, megatron]", "timeout_s=3"])
+    config = from_words(
+        bench_config.BenchConfig, ["tokens=8", "dtype=bfloat16", "contestants=[ours, megatron]", "timeout_s=3"]
+    )
     assert config == bench_config.BenchConfig(
         tokens=8, dtype="bfloat16", contestants=["ours", "megatron"], timeout_s=3.0
     )
-    assert bench_config.from_words(["sweep=tokens"]).values() == [1024, 2048, 4096, 8192, 16384]
-    assert bench_config.from_words(["sweep=vocab", "points=[8, 4, 8]"]).values() == [4, 8]
+    assert from_words(bench_config.BenchConfig, ["sweep=tokens"]).values() == [1024, 2048, 4096, 8192, 16384]
+    assert from_words(bench_config.BenchConfig, ["sweep=vocab", "points=[8, 4, 8]"]).values() == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +62,7 @@ def test_settings_are_words_over_defaults() -> None:
 )
 def test_what_is_refused(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        bench_config.from_words([word])
+        from_words(bench_config.BenchConfig, [word])
     assert message in str(error.value)
 
 

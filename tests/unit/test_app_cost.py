@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tests.ranks import run_ranks
 from vocab_parallel import VocabLayout, VocabParallelLMHead, VocabShard, cross_entropy, linear_cross_entropy
-from vocab_parallel.app import advice
-from vocab_parallel.app.cost import Chunk, Device, Link, Machine, Message, Network, Prediction, Workload, run
-from vocab_parallel.app.machines import DTYPES, LINKS, preset_device, preset_network
 from vocab_parallel.app.memory import peak_extra_bytes
-from vocab_parallel.app.schedules import SCHEDULES, exchange_bytes, fused, fused_memory, gather_weights
+from vocab_parallel.app.plan import advice
+from vocab_parallel.app.plan.cost import Chunk, Device, Link, Machine, Message, Network, Prediction, Workload, run
+from vocab_parallel.app.plan.machines import DTYPES, LINKS, preset_device, preset_network
+from vocab_parallel.app.plan.schedules import SCHEDULES, exchange_bytes, fused, fused_memory, gather_weights
 from vocab_parallel.loss.linear import chunk_rows
 from vocab_parallel.shard import Traffic
 

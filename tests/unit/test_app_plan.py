@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from vocab_parallel import app
-from vocab_parallel.app import plan, plan_check
-from vocab_parallel.app.cost import Machine
-from vocab_parallel.app.machines import preset_device, preset_network
-from vocab_parallel.app.plan_config import PlanConfig, from_words
-from vocab_parallel.app.schedules import SCHEDULES, fused
+from vocab_parallel.app.plan import check as plan_check
+from vocab_parallel.app.plan import command as plan
+from vocab_parallel.app.plan.config import PlanConfig
+from vocab_parallel.app.plan.cost import Machine
+from vocab_parallel.app.plan.machines import preset_device, preset_network
+from vocab_parallel.app.plan.schedules import SCHEDULES, fused
+from vocab_parallel.app.settings import from_words
 from vocab_parallel.errors import ConfigError
 
 
@@ -25,7 +27,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 
 def test_words_become_settings() -> None:
-    config = from_words(["tokens=4096", "dtype=float32", "link=pcie", "link_gbs=12", "chunk_size=null", "tp=1024"])
+    config = from_words(
+        PlanConfig, ["tokens=4096", "dtype=float32", "link=pcie", "link_gbs=12", "chunk_size=null", "tp=1024"]
+    )
     assert (config.tokens, config.dtype, config.link, config.link_gbs, config.tp) == (
         4096,
         "float32",
@@ -33,7 +37,7 @@ def test_words_become_settings() -> None:
         12.0,
         1024,
     )
-    assert config.chunk_size is None and from_words([]) == PlanConfig()
+    assert config.chunk_size is None and from_words(PlanConfig, []) == PlanConfig()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,7 @@ def test_words_become_settings() -> None:
     ],
 )
 def test_device_and_link_imply_each_other(words: list[str], device: str, link: str, measured: bool) -> None:
-    config = from_words(words)
+    config = from_words(PlanConfig, words)
     assert (config.device_name, config.link_name, config.measured) == (device, link, measured)
 
 
@@ -126,11 +130,11 @@ def test_one_rank_of_a_job_prints(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_given_rates_replace_those_of_the_preset() -> None:
     words = ["gemm_tflops=100", "memory_gbs=1000", "softmax_gps=50", "link_gbs=7", "link_us=3"]
-    machine = plan.machine_of(from_words(words), None)
+    machine = plan.machine_of(from_words(PlanConfig, words), None)
     assert (machine.device.gemm, machine.device.stream, machine.device.softmax) == (100e12, 1000e9, 50e9)
     assert (machine.network.inside.bandwidth, machine.network.inside.latency) == (7e9, 3e-6)
     assert machine.network.between == preset_network("nvlink", "infiniband", 8).between
-    slow = plan.make(from_words(words), machine)
+    slow = plan.make(from_words(PlanConfig, words), machine)
     assert "gemm_tflops and memory_gbs and softmax_gps and link_gbs and link_us as given" in slow["text"]
     fast = plan.make(PlanConfig(), plan.machine_of(PlanConfig(), None))
     seconds = [found["schedules"]["fused"]["predicted_seconds"] for found in (fast, slow)]
@@ -151,7 +155,7 @@ def test_given_rates_replace_those_of_the_preset() -> None:
     ],
 )  # fmt: skip
 def test_advice_follows_the_sizes_and_links(words: list[str], advice: str) -> None:
-    config = from_words(words)
+    config = from_words(PlanConfig, words)
     text = plan.make(config, plan.machine_of(config, None))["text"]
     assert advice in text, text
 

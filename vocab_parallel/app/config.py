@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import dacite
 import yaml
 
+from vocab_parallel.app.settings import Loader, assign, build, choice, require, type_name
 from vocab_parallel.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise ConfigError(f"no configuration at {path}: expected a YAML file or a run folder that holds config.yaml")
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if data is None:
@@ -47,7 +47,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of sections at the top, got {type(data).__name__}")
     for text in overrides:
-        _apply(data, text)
+        assign(data, text)
     return from_dict(data)
 
 
@@ -55,7 +55,7 @@ def from_overrides(overrides: Sequence[str]) -> Config:
     """The default configuration with overrides applied; the errors are those of `load`."""
     data: dict[str, Any] = {}
     for text in overrides:
-        _apply(data, text)
+        assign(data, text)
     return from_dict(data)
 
 
@@ -70,11 +70,11 @@ class ParallelConfig:
     device: str = "auto"  # auto | cpu | cuda
 
     def __post_init__(self) -> None:
-        _require(self.tp is None or self.tp >= 1, "parallel.tp", "null or at least 1", self.tp)
-        _require(self.multiple_of >= 1, "parallel.multiple_of", "at least 1", self.multiple_of)
-        _require(self.timeout_s > 0, "parallel.timeout_s", "above 0 seconds", self.timeout_s)
-        _require(self.threads is None or self.threads >= 1, "parallel.threads", "null or at least 1", self.threads)
-        _choice("parallel.device", self.device, ("auto", "cpu", "cuda"))
+        require(self.tp is None or self.tp >= 1, "parallel.tp", "null or at least 1", self.tp)
+        require(self.multiple_of >= 1, "parallel.multiple_of", "at least 1", self.multiple_of)
+        require(self.timeout_s > 0, "parallel.timeout_s", "above 0 seconds", self.timeout_s)
+        require(self.threads is None or self.threads >= 1, "parallel.threads", "null or at least 1", self.threads)
+        choice("parallel.device", self.device, ("auto", "cpu", "cuda"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +90,10 @@ class DataConfig:
     cache: str | None = None  # folder of tokenised corpora; null: the user's cache folder
 
     def __post_init__(self) -> None:
-        _choice("data.vocab", self.vocab, ("tekken", "bytes"))
-        _require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", "null or above 0", self.max_bytes)
+        choice("data.vocab", self.vocab, ("tekken", "bytes"))
+        require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", "null or above 0", self.max_bytes)
         fraction = self.validation_fraction
-        _require(0 < fraction < 1, "data.validation_fraction", "between 0 and 1, both excluded", fraction)
+        require(0 < fraction < 1, "data.validation_fraction", "between 0 and 1, both excluded", fraction)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +110,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads", "context", "mlp_ratio"):
-            _require(getattr(self, name) >= 1, f"model.{name}", "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, f"model.{name}", "at least 1", getattr(self, name))
         wanted = f"a multiple of 2 * model.heads = {2 * self.heads} (rotary pairs)"
-        _require(self.dim % (2 * self.heads) == 0, "model.dim", wanted, self.dim)
-        _require(self.init_std > 0, "model.init_std", "above 0", self.init_std)
+        require(self.dim % (2 * self.heads) == 0, "model.dim", wanted, self.dim)
+        require(self.init_std > 0, "model.init_std", "above 0", self.init_std)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,16 +141,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "average_last", "validation_sequences", "keep_checkpoints"):
-            _require(getattr(self, name) >= 1, f"train.{name}", "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, f"train.{name}", "at least 1", getattr(self, name))
         for name in ("warmup", "validation_every", "checkpoint_every", "seed", "weight_decay"):
-            _require(getattr(self, name) >= 0, f"train.{name}", "0 or more", getattr(self, name))
+            require(getattr(self, name) >= 0, f"train.{name}", "0 or more", getattr(self, name))
         for name in ("lr", "clip", "trunk_lr_ratio"):
-            _require(getattr(self, name) > 0, f"train.{name}", "above 0", getattr(self, name))
-        _require(0 <= self.min_lr_ratio <= 1, "train.min_lr_ratio", "between 0 and 1", self.min_lr_ratio)
+            require(getattr(self, name) > 0, f"train.{name}", "above 0", getattr(self, name))
+        require(0 <= self.min_lr_ratio <= 1, "train.min_lr_ratio", "between 0 and 1", self.min_lr_ratio)
         good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _require(good, "train.betas", "two numbers in [0, 1)", self.betas)
+        require(good, "train.betas", "two numbers in [0, 1)", self.betas)
         good = self.chunk_size is None or self.chunk_size >= 1
-        _require(good, "train.chunk_size", "null or at least 1", self.chunk_size)
+        require(good, "train.chunk_size", "null or at least 1", self.chunk_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +165,8 @@ class OracleConfig:
 
     def __post_init__(self) -> None:
         for name in ("every", "gradient_every"):
-            _require(getattr(self, name) >= 0, f"oracle.{name}", "0 or more", getattr(self, name))
-        _require(self.chunk_rows >= 1, "oracle.chunk_rows", "at least 1", self.chunk_rows)
+            require(getattr(self, name) >= 0, f"oracle.{name}", "0 or more", getattr(self, name))
+        require(self.chunk_rows >= 1, "oracle.chunk_rows", "at least 1", self.chunk_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,10 +181,10 @@ class GenerateConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _choice("generate.method", self.method, ("greedy", "top_k"))
+        choice("generate.method", self.method, ("greedy", "top_k"))
         for name in ("max_tokens", "k"):
-            _require(getattr(self, name) >= 1, f"generate.{name}", "at least 1", getattr(self, name))
-        _require(self.temperature > 0, "generate.temperature", "above 0", self.temperature)
+            require(getattr(self, name) >= 1, f"generate.{name}", "at least 1", getattr(self, name))
+        require(self.temperature > 0, "generate.temperature", "above 0", self.temperature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Config:
 
     def __post_init__(self) -> None:
         good = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
-        _require(good, "name", "letters, digits, '.', '_' and '-' only", self.name)
+        require(good, "name", "letters, digits, '.', '_' and '-' only", self.name)
 
     def to_yaml(self) -> str:
         """The YAML text that `load` reads back to an equal configuration."""
@@ -212,42 +212,7 @@ class Config:
 def from_dict(data: Mapping[str, Any]) -> Config:
     """Builds a `Config` from nested mappings; the errors are those of `load`."""
     _refuse(Config, data, "")
-    try:
-        return dacite.from_dict(Config, data, dacite.Config(strict=True, type_hooks={float: _as_float}))
-    except dacite.WrongTypeError as error:
-        wanted = _type_name(error.field_type)
-        raise ConfigError(f"{error.field_path}: expected {wanted}, got {error.value!r}") from error
-    except dacite.DaciteError as error:
-        raise ConfigError(str(error)) from error
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that also reads 1e-3 as a number (YAML 1.2; PyYAML alone reads a string)."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
-def _apply(data: dict[str, Any], text: str) -> None:
-    """Sets ``dotted.key=value`` in nested mappings."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {text!r}: expected dotted.key=value, for example train.steps=10")
-    try:
-        parsed = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {text!r}: the value is not valid YAML: {error}") from error
-    *sections, last = key.split(".")
-    target = data
-    for section in sections:
-        target = target.setdefault(section, {})
-        if not isinstance(target, dict):
-            raise ConfigError(f"override {text!r}: {section} is not a section of the configuration")
-    target[last] = parsed
+    return build(Config, data)
 
 
 def _refuse(kind: type, data: Mapping[str, Any], prefix: str) -> None:
@@ -267,7 +232,7 @@ def _refuse(kind: type, data: Mapping[str, Any], prefix: str) -> None:
         kinds = typing.get_args(hints[key]) or (hints[key],)
         is_list = typing.get_origin(hints[key]) is list
         if (isinstance(value, bool) and bool not in kinds) or (is_list and not isinstance(value, list)):
-            raise ConfigError(f"{path}: expected {_type_name(hints[key])}, got {value!r}")
+            raise ConfigError(f"{path}: expected {type_name(hints[key])}, got {value!r}")
 
 
 def _nearest(key: str, prefix: str) -> str | None:
@@ -288,31 +253,3 @@ def _dotted(kind: type, prefix: str) -> typing.Iterator[str]:
         yield prefix + name
         if dataclasses.is_dataclass(hint):
             yield from _dotted(typing.cast(type, hint), f"{prefix}{name}.")
-
-
-def _as_float(value: Any) -> Any:
-    return float(value) if isinstance(value, int) else value
-
-
-def _type_name(kind: Any) -> str:
-    if kind is type(None):
-        return "null"
-    parts = typing.get_args(kind)
-    if parts and typing.get_origin(kind) is not list:
-        return " or ".join(_type_name(part) for part in parts)
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    if parts:
-        return f"a list, each {_type_name(parts[0])}"
-    return names.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def _require(good: bool, key: str, wanted: str, value: object) -> None:
-    if not good:
-        raise ConfigError(f"{key}: expected {wanted}, got {value!r}")
-
-
-def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{key}: expected one of {', '.join(choices)}, got {value!r}{hint}")

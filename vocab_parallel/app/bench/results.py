@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vocab_parallel.app.bench_field import Field, Point
+from vocab_parallel.app.bench.field import Field, Point
 
 # What the keys of bench.json mean.
 DEFINITIONS = {

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel.app.cost import Device, Link, Machine, Message, Network, Workload
 from vocab_parallel.app.job import Job
+from vocab_parallel.app.plan.cost import Device, Link, Machine, Message, Network, Workload
 from vocab_parallel.collectives import Pending, all_gather, all_reduce_
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.loss import linear_cross_entropy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from vocab_parallel.app.cost import ROW_PASS_BYTES, Chunk, Machine, Message, Prediction, Workload, run
+from vocab_parallel.app.plan.cost import ROW_PASS_BYTES, Chunk, Machine, Message, Prediction, Workload, run
 
 _HEADER = 64  # bytes in front of every exchange (see `agreement`)
 _WORDS = 3  # statistics of a row: maximum, sum, target score

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from vocab_parallel.app import bench_measure as measure
-from vocab_parallel.app.bench_problem import Problem, Shape
+from vocab_parallel.app.bench import measure
+from vocab_parallel.app.bench.peers import CONTESTANTS, Choice, Contestant, Place, Step
+from vocab_parallel.app.bench.problem import Problem, Shape
 from vocab_parallel.app.job import Job
-from vocab_parallel.app.peers import CONTESTANTS, Choice, Contestant, Place, Step
 
 _T = TypeVar("_T")
 

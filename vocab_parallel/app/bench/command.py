@@ -17,13 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vocab_parallel.app import bench_config, bench_report, bench_results, runlog
-from vocab_parallel.app.bench_config import BenchConfig
-from vocab_parallel.app.bench_field import Field, Point
-from vocab_parallel.app.bench_problem import Shape, make
+from vocab_parallel.app import runlog
+from vocab_parallel.app.bench import report as bench_report
+from vocab_parallel.app.bench import results as bench_results
+from vocab_parallel.app.bench.config import BenchConfig
+from vocab_parallel.app.bench.field import Field, Point
+from vocab_parallel.app.bench.peers import CONTESTANTS, Choice
+from vocab_parallel.app.bench.problem import Shape, make
 from vocab_parallel.app.config import Config, ParallelConfig
 from vocab_parallel.app.job import Job, join
-from vocab_parallel.app.peers import CONTESTANTS, Choice
+from vocab_parallel.app.settings import from_words
 from vocab_parallel.errors import ConfigError
 
 
@@ -78,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Entry of ``python -m vocab_parallel bench``."""
-    return 0 if run(bench_config.from_words(args.overrides)) else 1
+    return 0 if run(from_words(BenchConfig, args.overrides)) else 1
 
 
 def _points(config: BenchConfig, job: Job) -> list[Point]:

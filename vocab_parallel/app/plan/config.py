@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import typing
-from collections.abc import Sequence
-from typing import Any
 
-import dacite
-
-from vocab_parallel.app.advice import MOST_RANKS
-from vocab_parallel.app.config import _apply, _as_float, _choice, _require, _type_name
-from vocab_parallel.errors import ConfigError
+from vocab_parallel.app.plan.advice import MOST_RANKS
+from vocab_parallel.app.settings import choice, require
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DEVICES = ("h100", "h200", "cpu", "measured")
@@ -47,22 +40,22 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "hidden", "vocab", "multiple_of", "ranks_per_node", "threads"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         good = self.tp is None or 1 <= self.tp <= MOST_RANKS
-        _require(good, "tp", f"null or a number of ranks up to {MOST_RANKS:,}", self.tp)
+        require(good, "tp", f"null or a number of ranks up to {MOST_RANKS:,}", self.tp)
         for name in ("chunk_size", "memory_budget"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, "null or at least 1", value)
+            require(value is None or value >= 1, name, "null or at least 1", value)
         for name in ("gemm_tflops", "memory_gbs", "softmax_gps", "link_gbs", "link_us"):
             value = getattr(self, name)
-            _require(value is None or value > 0, name, "null or above 0", value)
-        _choice("dtype", self.dtype, tuple(ITEMSIZES))
-        _choice("between", self.between, LINKS[:-1])
-        _choice("where", self.where, ("auto", "cpu", "cuda"))
+            require(value is None or value > 0, name, "null or above 0", value)
+        choice("dtype", self.dtype, tuple(ITEMSIZES))
+        choice("between", self.between, LINKS[:-1])
+        choice("where", self.where, ("auto", "cpu", "cuda"))
         if self.device is not None:
-            _choice("device", self.device, DEVICES)
+            choice("device", self.device, DEVICES)
         if self.link is not None:
-            _choice("link", self.link, LINKS)
+            choice("link", self.link, LINKS)
 
     @property
     def device_name(self) -> str:
@@ -78,27 +71,3 @@ class PlanConfig:
     def measured(self) -> bool:
         """Whether something is to be measured on the ranks of this job."""
         return "measured" in (self.device_name, self.link_name)
-
-
-def from_words(words: Sequence[str]) -> PlanConfig:
-    """Builds the settings from ``key=value`` words.
-
-    Raises:
-        ConfigError: unknown key, wrong type or impossible value.
-    """
-    data: dict[str, Any] = {}
-    for word in words:
-        _apply(data, word)
-    known = typing.get_type_hints(PlanConfig)
-    for key, value in data.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-            raise ConfigError(f"unknown key {key}; {hint}")
-        if isinstance(value, bool):  # an int to Python
-            raise ConfigError(f"{key}: expected {_type_name(known[key])}, got {value!r}")
-    try:
-        return dacite.from_dict(PlanConfig, data, dacite.Config(strict=True, type_hooks={float: _as_float}))
-    except dacite.WrongTypeError as error:
-        wanted = _type_name(error.field_type)
-        raise ConfigError(f"{error.field_path}: expected {wanted}, got {error.value!r}") from error

@@ -9,14 +9,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vocab_parallel.app import plan_check, plan_text
-from vocab_parallel.app.advice import MOST_RANKS, chunk_curve, chunk_rows, scaling
 from vocab_parallel.app.config import ParallelConfig
-from vocab_parallel.app.cost import Device, Link, Machine, Network, Prediction, Workload
 from vocab_parallel.app.job import Job, join
-from vocab_parallel.app.machines import measure, preset_device, preset_network
-from vocab_parallel.app.plan_config import ITEMSIZES, PlanConfig, from_words
-from vocab_parallel.app.schedules import SCHEDULES
+from vocab_parallel.app.plan import check, text
+from vocab_parallel.app.plan.advice import MOST_RANKS, chunk_curve, chunk_rows, scaling
+from vocab_parallel.app.plan.config import ITEMSIZES, PlanConfig
+from vocab_parallel.app.plan.cost import Device, Link, Machine, Network, Prediction, Workload
+from vocab_parallel.app.plan.machines import measure, preset_device, preset_network
+from vocab_parallel.app.plan.schedules import SCHEDULES
+from vocab_parallel.app.settings import from_words
 from vocab_parallel.errors import ConfigError
 
 _DEGREES = [1 << power for power in range(11)]
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Entry of ``python -m vocab_parallel plan``."""
-    config = _for_check(from_words(args.overrides))
+    config = _for_check(from_words(PlanConfig, args.overrides))
     if config.measured:
         with join(ParallelConfig(threads=config.threads, device=config.where)) as job:
             _plan(config, job, args.json)
@@ -49,16 +50,16 @@ def make(config: PlanConfig, machine: Machine, world: int | None = None) -> dict
     work = workload(config, world)
     rows = config.chunk_size or chunk_rows(work, machine, config.memory_budget)
     predictions = {name: schedule(work, machine, rows) for name, schedule in SCHEDULES.items()}
-    words, numbers = plan_text.advice(work, machine, predictions, config.memory_budget, config.chunk_size)
+    words, numbers = text.advice(work, machine, predictions, config.memory_budget, config.chunk_size)
     degrees = scaling(work, machine, config.memory_budget, _DEGREES)
     curve = chunk_curve(work, machine, config.memory_budget)
-    text = [
+    parts = [
         "predicted by the cost model, not measured\n"
-        + plan_text.describe(work, machine, config.dtype, _source(config, machine.network)),
-        plan_text.schedules(list(predictions.values()), work.gradients, machine.floor(work)),
-        "memory at the peak beside input and weight, MB by item\n" + plan_text.memory(list(predictions.values())),
-        "ours by chunk, up to the budget\n" + plan_text.curve(curve, work.gradients),
-        f"ours by TP degree, up to {MOST_RANKS:,}\n" + plan_text.scaling(degrees),
+        + text.describe(work, machine, config.dtype, _source(config, machine.network)),
+        text.schedules(list(predictions.values()), work.gradients, machine.floor(work)),
+        "memory at the peak beside input and weight, MB by item\n" + text.memory(list(predictions.values())),
+        "ours by chunk, up to the budget\n" + text.curve(curve, work.gradients),
+        f"ours by TP degree, up to {MOST_RANKS:,}\n" + text.scaling(degrees),
         "advice\n" + "\n".join(f"  {line}" for line in words),
     ]
     return {
@@ -71,7 +72,7 @@ def make(config: PlanConfig, machine: Machine, world: int | None = None) -> dict
         "chunk_curve": [as_data(one) for one in curve],
         "scaling": [as_data(one) for one in degrees],
         "advice": numbers | {"words": words},
-        "text": "\n\n".join(text),
+        "text": "\n\n".join(parts),
     }
 
 
@@ -114,15 +115,15 @@ def _plan(config: PlanConfig, job: Job | None, as_json: bool) -> None:
             "rates": _source(config, machine.network),
             "machine": dataclasses.asdict(machine),
         }
-        found |= plan_check.against_bench(Path(config.check), machine, fit=fit)
+        found |= check.against_bench(Path(config.check), machine, fit=fit)
     else:
         found = make(config, machine, job.world if job is not None else None)
         if job is not None and config.device_name == config.link_name == "measured":
-            found["self_check"] = plan_check.against_this_job(job, machine, config)
+            found["self_check"] = check.against_this_job(job, machine, config)
             found["text"] += "\n\n" + found["self_check"].pop("text")
     if job is not None and not job.first:
         return
-    text = found.pop("text")
+    printed = found.pop("text")
     written = json.dumps(found, indent=1)
     if config.out is not None:
         path = Path(config.out)
@@ -131,14 +132,14 @@ def _plan(config: PlanConfig, job: Job | None, as_json: bool) -> None:
             path.write_text(written + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"out: cannot write {path}: {error.strerror}") from error
-    print(written if as_json else text, flush=True)
+    print(written if as_json else printed, flush=True)
 
 
 def _for_check(config: PlanConfig) -> PlanConfig:
     """A benchmark on a CPU is compared with the presets of a CPU, if nothing else is asked for."""
     if config.check is None or config.device is not None or config.link is not None:
         return config
-    report = plan_check.read_bench(Path(config.check))
+    report = check.read_bench(Path(config.check))
     on_cpu = report.get("environment", {}).get("device", "cpu") == "cpu"
     return dataclasses.replace(config, device="cpu") if on_cpu else config
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from vocab_parallel import reference
-from vocab_parallel.app.bench_problem import Problem, Shape, make, weight_rows
-from vocab_parallel.app.bench_watch import CollectiveCounter, ProjectionRows
+from vocab_parallel.app.bench.problem import Problem, Shape, make, weight_rows
+from vocab_parallel.app.bench.watch import CollectiveCounter, ProjectionRows
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.memory import peak_extra_bytes
 

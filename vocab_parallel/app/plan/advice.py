@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vocab_parallel.app.cost import Machine, Message, Prediction, Workload
-from vocab_parallel.app.schedules import (
+from vocab_parallel.app.plan.cost import Machine, Message, Prediction, Workload
+from vocab_parallel.app.plan.schedules import (
     exchange_bytes,
     fused,
     fused_memory,

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from vocab_parallel.app.cost import Machine, Prediction, Workload
 from vocab_parallel.app.job import Job
-from vocab_parallel.app.machines import DTYPES, seconds
 from vocab_parallel.app.memory import peak_extra_bytes
-from vocab_parallel.app.plan_config import ITEMSIZES, PlanConfig
-from vocab_parallel.app.plan_text import megabytes, milliseconds, table
-from vocab_parallel.app.schedules import SCHEDULES
+from vocab_parallel.app.plan.config import ITEMSIZES, PlanConfig
+from vocab_parallel.app.plan.cost import Machine, Prediction, Workload
+from vocab_parallel.app.plan.machines import DTYPES, seconds
+from vocab_parallel.app.plan.schedules import SCHEDULES
+from vocab_parallel.app.plan.text import megabytes, milliseconds, table
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.loss import linear_cross_entropy
 

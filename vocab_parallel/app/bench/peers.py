@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from vocab_parallel.app.bench_problem import Problem
+from vocab_parallel.app.bench.problem import Problem
 from vocab_parallel.app.job import Job
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.loss import linear_cross_entropy

@@ -6,8 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vocab_parallel.app.advice import MOST_RANKS, accumulation, balance, hiding_limit, largest_items, rows_or_weights
-from vocab_parallel.app.cost import Link, Machine, Prediction, Workload
+from vocab_parallel.app.plan.advice import (
+    MOST_RANKS,
+    accumulation,
+    balance,
+    hiding_limit,
+    largest_items,
+    rows_or_weights,
+)
+from vocab_parallel.app.plan.cost import Link, Machine, Prediction, Workload
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import typing
 from collections.abc import Sequence
-from typing import Any
 
-import dacite
-
-from vocab_parallel.app.config import _apply, _as_float, _choice, _require, _type_name
-from vocab_parallel.errors import ConfigError
+from vocab_parallel.app.settings import choice, require
 
 DTYPES = ("float32", "bfloat16")
 _KI = 1024
@@ -47,43 +41,19 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "hidden", "rounds", "threads"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(self.vocab >= 2, "vocab", "at least 2", self.vocab)
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        require(self.vocab >= 2, "vocab", "at least 2", self.vocab)
         for name in ("chunk_size", "memory_budget"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, "null or at least 1", value)
-        _require(self.timeout_s > 0, "timeout_s", "above 0 seconds", self.timeout_s)
-        _choice("dtype", self.dtype, DTYPES)
-        _choice("sweep", self.sweep, tuple(SWEEPS))
-        _choice("device", self.device, ("auto", "cpu", "cuda"))
-        _require(self.points is None or self.sweep != "none", "points", "null, as there is no sweep", self.points)
+            require(value is None or value >= 1, name, "null or at least 1", value)
+        require(self.timeout_s > 0, "timeout_s", "above 0 seconds", self.timeout_s)
+        choice("dtype", self.dtype, DTYPES)
+        choice("sweep", self.sweep, tuple(SWEEPS))
+        choice("device", self.device, ("auto", "cpu", "cuda"))
+        require(self.points is None or self.sweep != "none", "points", "null, as there is no sweep", self.points)
         good = self.points is None or (len(self.points) >= 2 and min(self.points) >= 1)
-        _require(good, "points", "null or at least two numbers of at least 1", self.points)
+        require(good, "points", "null or at least two numbers of at least 1", self.points)
 
     def values(self) -> Sequence[int]:
         """What the sweep goes through, ascending; empty without one."""
         return sorted(set(SWEEPS[self.sweep] if self.points is None else self.points))
-
-
-def from_words(words: Sequence[str]) -> BenchConfig:
-    """Builds the settings from ``key=value`` words.
-
-    Raises:
-        ConfigError: unknown key, wrong type or impossible value.
-    """
-    data: dict[str, Any] = {}
-    for word in words:
-        _apply(data, word)
-    known = typing.get_type_hints(BenchConfig)
-    for key, value in data.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-            raise ConfigError(f"unknown key {key}; {hint}")
-        if isinstance(value, bool):  # an int to Python
-            raise ConfigError(f"{key}: expected {_type_name(known[key])}, got {value!r}")
-    try:
-        return dacite.from_dict(BenchConfig, data, dacite.Config(strict=True, type_hooks={float: _as_float}))
-    except dacite.WrongTypeError as error:
-        name = str(error.field_path)
-        raise ConfigError(f"{name}: expected {_type_name(known[name])}, got {data[name]!r}") from error
