@@ -58,9 +58,10 @@ def all_gather(group: RankGroup, x: Tensor) -> Pending:
     flat = x.new_empty(group.size * x.numel())
     out = flat.view(group.size, *x.shape)
     sent = x.nbytes * (group.size - 1)
+    mine, every = x.view(-1).view(torch.uint8), flat.view(torch.uint8)  # backends do not know every dtype
     return _start(
         "all_gather", group, sent, out, x,
-        lambda: getattr(dist, _ALL_GATHER)(flat, x.view(-1), group=group.group, async_op=True),
+        lambda: getattr(dist, _ALL_GATHER)(every, mine, group=group.group, async_op=True),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ them apart.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ def tie_weights(
     embedding: VocabParallelEmbedding, lm_head: VocabParallelLMHead, *, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Makes `embedding.weight` the head's weight too. Before the optimizer is built.
+
+    Sets `zero_out_wgrad` on the Parameter. Where Megatron's data-parallel wrapper gives it a float32 `main_grad`, the
+    head's loss adds to that by itself; the lookup's gradient comes in `.grad`, which the wrapper adds only where it
+    finds this mark.
 
     A later `load_state_dict` (also with `assign=True`, also with one of the two keys) keeps the two tied, and refuses a
     checkpoint whose two tensors differ.
@@ -50,6 +55,7 @@ def tie_weights(
             "built before the tie and would go on updating an orphan. Call tie_weights first, then build the optimizer."
         )
     lm_head.weight = source
+    _mark(source)
     _join(_tie_of(embedding) or _Tie(embedding), lm_head)
 
 
@@ -128,6 +134,15 @@ class _Tie:
         self.loaded: dict[str, Tensor] = {}  # what it has brought, by key
         _join(self, embedding)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tie:
+        twin = object.__new__(_Tie)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        weight = memo.get(id(self.embedding.weight))  # modules come back without attributes while they are copied
+        if isinstance(weight, nn.Parameter):
+            _mark(weight)  # a copied Parameter loses its attributes
+        return twin
+
 
 def _join(tie: _Tie, module: nn.Module) -> None:
     """Makes `module` one of the tie's; hooks keep what one of them is loaded with the weight of all."""
@@ -141,6 +156,11 @@ def _join(tie: _Tie, module: nn.Module) -> None:
         former.modules.remove(module)
     module.__dict__["_tie"] = tie  # past nn.Module, which would make children of the tie's modules
     tie.modules.append(module)
+
+
+def _mark(weight: nn.Parameter) -> None:
+    """For Megatron: what `.grad` holds belongs to `main_grad` too."""
+    weight.zero_out_wgrad = True  # type: ignore[attr-defined]
 
 
 def _tie_of(module: nn.Module) -> _Tie | None:
@@ -174,9 +194,12 @@ def _after_load(module: nn.Module, *_: Any) -> None:
     """With `assign=True` the load has made a new Parameter: the others follow."""
     tie = _tie_of(module)
     assert tie is not None
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    _mark(weight)
     for other in tie.modules:
-        if other.weight is not module.weight:
-            other.weight = module.weight
+        if other.weight is not weight:
+            other.weight = weight
 
 
 def _count(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:

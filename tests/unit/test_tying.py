@@ -266,3 +266,126 @@ def test_tying_twice_is_tying_once():
     table = torch.randn(model.shard.shard_size, HIDDEN, dtype=torch.float64)
     model.load_state_dict({PAIR[1]: table}, strict=False)
     assert torch.equal(model.embedding.weight, table)
+
+
+class Wrapped:
+    """What Megatron-core's data-parallel wrapper does to a parameter, without its collectives."""
+
+    def __init__(self, model):
+        self.parameters = list(model.parameters())
+        self.accumulators = []  # or they would be made anew, without hooks
+        for parameter in self.parameters:
+            parameter.main_grad = torch.zeros(parameter.shape)
+            parameter.grad_added_to_main_grad = False
+            accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            accumulator.register_hook(lambda *_, parameter=parameter: self.take(parameter))
+            self.accumulators.append(accumulator)
+
+    def take(self, parameter):
+        assert parameter.grad is not None, "the wrapper needs a gradient to know that it is ready"
+        if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def zero_grad_buffer(self):
+        for parameter in self.parameters:
+            parameter.grad_added_to_main_grad = False
+            parameter.main_grad.zero_()
+
+
+BATCHES = [
+    (torch.tensor([0, 3, 3, 8]), torch.tensor([3, 3, 8, -100])),
+    (torch.tensor([7, 7, 1, 0]), torch.tensor([0, 8, 2, 5])),
+]
+
+
+def both_contributions(model):
+    """The oracle's gradient of the batches: of the lookup, of the projection, and their sum, in float64."""
+    weight = model.embedding.weight.detach()[:VOCAB].double()
+    lookup, projection = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    for ids, target in BATCHES:
+        reference.linear_cross_entropy(reference.embedding(ids, lookup), projection, target).backward()
+    return lookup.grad, projection.grad, lookup.grad + projection.grad
+
+
+def untouched(model):
+    return model
+
+
+def deep_copied(model):
+    return copy.deepcopy(model)
+
+
+def loaded(model):
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def tied_again(model):
+    weight = model.embedding.weight.detach().clone()
+    model.to_empty(device="cpu")
+    tie_weights(model.embedding, model.head)
+    model.embedding.weight.data.copy_(weight)
+    return model
+
+
+@pytest.mark.parametrize("change", [untouched, deep_copied, loaded, tied_again])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_grad_gets_both_contributions_of_a_tied_parameter(change, dtype):
+    model = tied(dtype=dtype)
+    model.head.reset_parameters(std=1.0)
+    model = change(model)
+    assert verify_tied(model) == [PAIR]
+    wrapper = Wrapped(model)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    for _ in range(2):  # steps, each of all batches
+        wrapper.zero_grad_buffer()
+        for ids, target in BATCHES:
+            model(ids, target).backward()
+        weight = model.embedding.weight
+        assert weight.grad is None and weight.grad_added_to_main_grad
+        lookup, projection, total = both_contributions(model)
+        assert (weight.main_grad[:VOCAB] - total).norm() <= tolerance * total.norm()
+        assert bool((weight.main_grad[VOCAB:] == 0).all())
+        for one in (lookup, projection):
+            assert (one - total).norm() > 0.2 * total.norm(), "one use alone would do"
+
+
+def test_without_the_mark_the_lookups_gradient_would_be_lost():
+    """What the mark is for: if this fails, the emulation above has stopped to show anything."""
+    model = tied(dtype=torch.float32)
+    model.embedding.weight.zero_out_wgrad = False
+    Wrapped(model)
+    for ids, target in BATCHES:
+        model(ids, target).backward()
+    _, projection, total = both_contributions(model)
+    got = model.embedding.weight.main_grad[:VOCAB].double()
+    assert torch.allclose(got, projection, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(got, total, rtol=1e-3, atol=1e-3)
+
+
+def test_an_untied_head_needs_no_mark_and_a_lookup_uses_grad():
+    model = Model(dtype=torch.float32)
+    assert not hasattr(model.head.weight, "zero_out_wgrad")
+    Wrapped(model)
+    for ids, target in BATCHES:
+        model(ids, target).backward()
+    head, lookup = model.head.weight, model.embedding.weight
+    assert head.grad_added_to_main_grad and not lookup.grad_added_to_main_grad
+    whole = [tensor.detach()[:VOCAB].double().requires_grad_() for tensor in (lookup, head)]
+    for ids, target in BATCHES:
+        reference.linear_cross_entropy(reference.embedding(ids, whole[0]), whole[1], target).backward()
+    for parameter, expected in zip((lookup, head), whole, strict=True):
+        assert torch.allclose(parameter.main_grad[:VOCAB].double(), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_of_a_tied_head_add_their_gradient_too():
+    """A product outside the loss gives an ordinary gradient, in a step whose loss has added to main_grad already."""
+    model = tied(dtype=torch.float32)
+    Wrapped(model)
+    ids, target = BATCHES[0]
+    model(ids, target).backward()
+    before = model.head.weight.main_grad.clone()
+    model.head(torch.ones(1, HIDDEN)).sum().backward()
+    assert torch.allclose(model.head.weight.main_grad - before, torch.ones_like(before))

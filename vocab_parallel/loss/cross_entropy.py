@@ -185,6 +185,7 @@ class _LogitsRows(torch.autograd.Function):
         require_finite(shard, normalizer, gathered, targets.valid, range(len(z)))
         values, _ = objective.evaluate(normalizer, targets, slice(None), None)
         if call.outputs is not None:
+            call.outputs.begin()
             call.outputs.collect(normalizer, targets)
             call.outputs.fill(lambda parts: parts[0], shape)
         kept = normalizer.kept()

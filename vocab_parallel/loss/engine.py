@@ -18,6 +18,7 @@ from torch import Tensor
 from vocab_parallel.agreement import Exchange
 from vocab_parallel.arguments import target_found
 from vocab_parallel.loss.gradients import RangeGradients, logits_gradient
+from vocab_parallel.loss.invariant import aligned
 from vocab_parallel.loss.normalizer import LocalStatistics, Normalizer, Wanted, merge, require_finite, statistics
 from vocab_parallel.loss.objective import Coefficients, Objective
 from vocab_parallel.loss.options import Scores
@@ -43,13 +44,15 @@ class IdRange:
         ids: Global ids; may be empty.
         at: The first id's row in this rank's storage.
         target: Ids `[T]`, or None with a soft target.
+        leaf: Its bits must not depend on where it begins.
     """
 
     def __init__(
-        self, ids: range, at: int, weight: Tensor, bias: Tensor | None, rows: int, targets: Targets, soft: Soft | None
-    ) -> None:
+        self, ids: range, at: int, weight: Tensor, bias: Tensor | None, rows: int, targets: Targets, soft: Soft | None,
+        leaf: bool,
+    ) -> None:  # fmt: skip
         self.storage = slice(at, at + len(ids))
-        self.weight = weight[self.storage]
+        self.weight = aligned(weight[self.storage]) if leaf else weight[self.storage]
         self.bias = None if bias is None else bias[self.storage]
         self.targets = targets
         self._soft = soft
@@ -77,6 +80,7 @@ class Head:
         target: Ids `[T]` of all rows of the group. With a soft target 0, and nobody owns it.
         soft: The soft target of all rows, or None.
         every_row: Values of ignored rows matter too.
+        leaves: The ranges are leaves.
         words: What all ranks must have been asked to do.
         checksum: Of what must be the same on every rank.
     """
@@ -84,7 +88,8 @@ class Head:
     def __init__(
         self, plan: RowPlan, weight: Tensor, bias: Tensor | None, *, target: Tensor, soft: Soft | None,
         shard: VocabShard, ids: Sequence[range], scores: Scores, ignore_index: int, words: str,
-        checksum: Tensor | int = 0, outputs: RowOutputs | None = None, every_row: bool = False, opens: bool = True,
+        checksum: Tensor | int = 0, outputs: RowOutputs | None = None, every_row: bool = False, leaves: bool = False,
+        opens: bool = True,
     ) -> None:  # fmt: skip
         self.plan, self.shard, self.scores = plan, shard, scores
         self._ids, self._words, self._checksum, self._outputs = ids, words, checksum, outputs
@@ -96,7 +101,10 @@ class Head:
         for some in ids[shard.rank * mine : (shard.rank + 1) * mine]:
             owned = range(0) if soft is not None else some
             targets = Targets(target, owned.start, owned.stop, ignore_index)
-            self.ranges.append(IdRange(some, max(some.start - shard.start, 0), weight, bias, rows, targets, soft))
+            at = max(some.start - shard.start, 0)
+            self.ranges.append(IdRange(some, at, weight, bias, rows, targets, soft, leaves))
+        if outputs is not None:
+            outputs.begin()
 
     @property
     def targets(self) -> Targets:
@@ -231,8 +239,9 @@ class Head:
             q, is_log = (None, False) if soft is None else (soft.target, soft.is_log)
             logits_gradient(z, z, normalizer, coefficients, t, self.scores, q, is_log)
         products = [accumulator.product(z) for accumulator, z in zip(gradients, logits, strict=True)]
-        partial = [product.to(scale.dtype) for product in products if product is not None]
+        # Scaled before they add: what a rank adds by itself, and what comes after, depends on the TP size.
+        partial = [product.to(scale.dtype) * scale for product in products if product is not None]
         if partial:
-            self.plan.reduce(chunk, tree_sum(partial) * scale)
+            self.plan.reduce(chunk, tree_sum(partial))
         for accumulator, z in zip(gradients, logits, strict=True):
             accumulator.add_dense(hidden, z)

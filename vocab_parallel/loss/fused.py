@@ -14,7 +14,7 @@ from vocab_parallel.agreement import raise_deferred
 from vocab_parallel.loss.checks import row_checksum
 from vocab_parallel.loss.engine import Head, Soft
 from vocab_parallel.loss.gradients import RangeGradients, scaled
-from vocab_parallel.loss.invariant import InvariantRows
+from vocab_parallel.loss.invariant import InvariantRows, aligned
 from vocab_parallel.loss.normalizer import Normalizer
 from vocab_parallel.loss.objective import Objective
 from vocab_parallel.loss.options import LossOptions, Scores
@@ -75,7 +75,7 @@ class Reduced(torch.autograd.Function):
         rows = _Rows.of(call, input, weight, bias, needs)
         head, objective = rows.head(input, weight, bias), rows.objective()
         plan, count = head.plan, head.targets.count
-        gradients = _Gradients(head, weight, bias, needs) if any(needs) else None
+        gradients = _Gradients(head, weight, bias, needs, call.tp_invariant) if any(needs) else None
         scale = torch.ones_like(count, dtype=torch.promote_types(input.dtype, torch.float32))
         if options.reduction == "mean" and call.wide.size == 1:
             scale = scale / count.clamp(min=1)
@@ -144,7 +144,7 @@ class PerRow(torch.autograd.Function):
         data, kept = rest[: len(call.row_data)], rest[len(call.row_data) :]
         rows = _Rows(call, make_plan, target, soft, tuple(data))
         head, objective = rows.head(input, weight, bias), rows.objective()
-        gradients = _Gradients(head, weight, bias, needs)
+        gradients = _Gradients(head, weight, bias, needs, call.tp_invariant)
         of_rows = Normalizer(**dict(zip(names, kept, strict=True)))
         upstream = [head.plan.whole(grad.reshape(-1).to(of_rows.maximum.dtype).contiguous()) for grad in grads]
         for chunk, index in enumerate(head.plan.chunks):
@@ -182,6 +182,7 @@ class _Rows:
         words = (
             f"{call.name}, input {_shape(input, call.sequence_parallel)}, weight {_shape(weight)}, "
             f"bias {_shape(bias)}, target {_shape(call.target, call.sequence_parallel)}, "
+            f"row data {', '.join(_shape(rows, call.sequence_parallel) for rows in call.row_data) or 'none'}, "
             f"chunk_size {call.chunk_size}, input gradient {'wanted' if needs[0] else 'not wanted'}"
         )
         check = row_checksum(*(() if call.soft else (call.target,)), *call.row_data, device=flat.device)
@@ -206,7 +207,7 @@ class _Rows:
             target=self.target, soft=None if self.soft is None else Soft(self.soft, call.soft == "log-probabilities"),
             shard=call.shard, ids=call.ids, scores=call.scores, ignore_index=call.ignore_index, words=self.words,
             checksum=self.checksum, outputs=call.outputs, every_row=call.every_row,
-            opens=not self.opened,
+            leaves=call.tp_invariant, opens=not self.opened,
         )  # fmt: skip
 
 
@@ -223,14 +224,17 @@ def _plan(call: FusedCall, flat: Tensor, words: str, check: Tensor) -> tuple[Cal
 class _Gradients:
     """dW and db of this rank, with an accumulator for each range of ids."""
 
-    def __init__(self, head: Head, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> None:
+    def __init__(
+        self, head: Head, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], leaves: bool = False
+    ) -> None:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needs[2] else None
+        self._copies: list[tuple[Tensor, Tensor]] = []  # parts of dW, and the leaves that stand in for them
         self.ranges = [
             RangeGradients(
                 some.weight,
-                None if self.weight is None else self.weight[some.storage],
+                None if self.weight is None else self._part(self.weight[some.storage], leaves),
                 None if self.bias is None else self.bias[some.storage],
                 needs[0],
                 head.scores,
@@ -238,10 +242,18 @@ class _Gradients:
             for some in head.ranges
         ]
 
+    def _part(self, of_weight: Tensor, leaf: bool) -> Tensor:
+        part = aligned(of_weight) if leaf else of_weight
+        if part is not of_weight:
+            self._copies.append((of_weight, part))
+        return part
+
     def finish(self) -> None:
         """To be called after the last chunk."""
         for some in self.ranges:
             some.finish()
+        for of_weight, part in self._copies:
+            of_weight.copy_(part)
 
 
 def _hand_over(parameter: Tensor | None, grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

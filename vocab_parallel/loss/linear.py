@@ -72,7 +72,8 @@ def linear_cross_entropy(
         chunk_size: Rows of a chunk, over the whole group (with `sequence_parallel` an equal share of each rank).
         memory_budget: Bytes for a chunk's logits, from which the chunk follows where `chunk_size` is not given.
             Default: 2^26 logits (128 MiB in bfloat16), and at most 4,096 rows.
-        tp_invariant: The same bits of loss and gradients at TP 1, 2, 4 and 8; see `invariant`.
+        tp_invariant: The same bits of loss and gradients at TP 1, 2, 4 and 8, if the padded size is the same at each
+            (`VocabLayout.from_padded`); see `invariant`. Replicated rows only.
 
     The other arguments: as in `cross_entropy`.
 

@@ -52,6 +52,10 @@ class RowOutputs:
         """What of it the exchange has to carry."""
         return Wanted(expected="entropy" in self.names, top=not {"argmax", "correct", "margin"}.isdisjoint(self.names))
 
+    def begin(self) -> None:
+        """Forgets the chunks of a call that failed before its end."""
+        self._chunks = []
+
     def collect(self, normalizer: Normalizer, targets: Targets) -> None:
         """Takes a chunk's rows."""
         self._chunks.append([self._value(name, normalizer, targets) for name in self.names])
