@@ -34,6 +34,7 @@ OPTIONS = Cases(
         replace(case, bias=case.linear, chunk_size=3 if case.linear else None)
         for (name, options), reduction in product(EACH.items(), ["none", "mean"])
         for case in both(f"{name}, {reduction}", options=options | {"reduction": reduction})
+        if case.linear or reduction == "none"  # of logits, the reductions are sums of "none"
     ]
 )
 
@@ -53,7 +54,7 @@ SOFT_OPTIONS = {
 SOFT = Cases(
     [
         replace(case, bias=case.linear, chunk_size=3 if case.linear else None, weighted=bool(options))
-        for (name, options), reduction in product(SOFT_OPTIONS.items(), ["none", "sum", "mean"])
+        for (name, options), reduction in product(SOFT_OPTIONS.items(), ["none", "mean"])
         for case in both(f"soft{name}, {reduction}", soft=True, options=options | {"reduction": reduction})
     ]
     + both("soft, layout 13 of 16", soft=True, vocab=13, multiple_of=4)
@@ -73,7 +74,7 @@ def test_a_distribution_as_target_is_read_where_its_ids_live(case, tp):
 KL = Cases(
     [
         replace(case, bias=case.linear, chunk_size=2 if case.linear else None)
-        for log_target, reduction in product([False, True], ["none", "sum", "mean"])
+        for log_target, reduction in product([False, True], ["none", "mean"])
         for case in both(
             f"kl, {'log-' if log_target else ''}probabilities, {reduction}",
             function="kl_div",
@@ -182,11 +183,7 @@ def test_log_probabilities_and_entropies_and_losses_made_of_them(case, tp):
 
 
 OUT = Cases(
-    [
-        replace(case, chunk_size=3 if case.linear else None)
-        for name in OUTPUTS
-        for case in both(f"{name} alone", outputs=(name,))
-    ]
+    [Case(f"{name} alone", chunk_size=3, outputs=(name,)) for name in OUTPUTS]
     + both("all, ties within and across shards", outputs=OUTPUTS, grid=0.5, scale=0.5, leading=(40,))
     + both("all, every logit equal", outputs=OUTPUTS, scale=0.0, grid=1.0, leading=(9,), every_id=True, ignored="none")
     + both("all, smoothed, capped", outputs=OUTPUTS, options={"label_smoothing": 0.1, "softcap": 1.5, "z_loss": 0.1})
@@ -321,7 +318,7 @@ FAR_APART = Cases(  # exp(m - M) of a shard is 0, and yet a target may have mass
 )
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [3])
 @FAR_APART.each
 def test_shards_whose_probabilities_underflow(case, tp):
     FAR_APART.check(case, tp)
@@ -413,7 +410,7 @@ BFLOAT16 = Cases(
 )
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2])
 @BFLOAT16.each
 def test_options_in_bfloat16_have_losses_in_float32_and_gradients_in_bfloat16(case, tp):
     BFLOAT16.check(case, tp)

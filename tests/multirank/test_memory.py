@@ -39,7 +39,6 @@ def surprise(rows, scale):
 # Losses of hidden states and weight, with their targets: ids, or this rank's part of a distribution.
 LOSSES = {
     "mean": lambda h, w, y, **o: linear_cross_entropy(h, w, y, **o),
-    "smoothed": lambda h, w, y, **o: linear_cross_entropy(h, w, y, label_smoothing=0.1, z_loss=0.1, **o),
     "capped": lambda h, w, y, **o: linear_cross_entropy(h, w, y, softcap=5.0, label_smoothing=0.1, **o),
     "none": lambda h, w, y, **o: linear_cross_entropy(h, w, y, reduction="none", **o),
     "invariant": lambda h, w, y, **o: linear_cross_entropy(h, w, y, tp_invariant=True, **o),
@@ -75,7 +74,7 @@ def _rows_and_chunks(rank, name, dtype):
 
 GROWTH = Batch(
     _rows_and_chunks,
-    [(name, torch.float32) for name in LOSSES] + [(name, torch.bfloat16) for name in ("mean", "none", "invariant")],
+    [(name, torch.float32) for name in LOSSES] + [(name, torch.bfloat16) for name in ("mean", "invariant")],
 )
 
 

@@ -76,7 +76,7 @@ def _settled(rank, linear, settings):
     mine = local(case, whole(case), shard)
     for name in case.names:
         mine[name].requires_grad_()
-    for _ in range(9):
+    for _ in range(4 if linear else 9):  # a size is remembered for eight exchanges
         outputs = RowOutputs(*case.outputs) if case.outputs else None
         loss = meter("forward", lambda outputs=outputs: call(case, mine, shard, outputs))
         forward = meter.calls, meter.bytes
@@ -87,7 +87,7 @@ def _settled(rank, linear, settings):
 SETTLED = Batch(_settled, [(linear, settings) for linear in (False, True) for _, settings in ROW_BYTES.values()])
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("name", ROW_BYTES)
 def test_the_loss_of_logits_exchanges_once_and_no_byte_more_than_its_statistics(name, tp):
     row, settings = ROW_BYTES[name]
@@ -96,7 +96,7 @@ def test_the_loss_of_logits_exchanges_once_and_no_byte_more_than_its_statistics(
         assert backward == ({}, {})
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("name", ROW_BYTES)
 def test_the_fused_loss_exchanges_once_a_chunk_and_no_byte_more_than_its_statistics(name, tp):
     """dH is reduced in the input's dtype, where the gradients are formed: in backward if rows have one each."""

@@ -209,14 +209,14 @@ class SparseTeacher:
         z = torch.where(given.filled, gathered[:, 2:].sum(0).T, -torch.inf)
         maximum = torch.maximum(of_rest, z.amax(1))
         share = torch.where(none, 0.0, (of_rest - maximum).exp())
-        total = sum_of_rest * share + torch.where(z == -torch.inf, 0.0, (z - maximum[:, None]).exp()).sum(1)
+        total = sum_of_rest * share + (z - maximum[:, None]).exp().sum(1)
         log_p = z - maximum[:, None] - total.log()[:, None]
-        log_p_rest = torch.where(none, -torch.inf, of_rest - maximum + sum_of_rest.log() - total.log())
+        log_p_rest = of_rest - maximum + sum_of_rest.log() - total.log()
         values = torch.where(given.q == 0, 0.0, given.q * (given.log_q - log_p)).sum(1)
         values = values + torch.where(given.rest == 0, 0.0, given.rest * (given.rest.log() - log_p_rest))
         mass = given.q.sum(1) + given.rest
         on_rest = torch.where(none, 0.0, mass * share / total - given.rest / sum_of_rest)
-        at_given = torch.where(given.filled, mass[:, None] * log_p.exp() - given.q, 0.0)
+        at_given = mass[:, None] * log_p.exp() - given.q
         kept = torch.cat([of_rest[:, None], on_rest[:, None], at_given], 1)
         return values, kept, Normalizer(maximum, total, torch.zeros_like(total))
 
