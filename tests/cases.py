@@ -24,10 +24,6 @@ MAX_TP = 4
 
 # part of the package that brings the operation -> {case id: the missing operation}
 WAITING: dict[str, dict[str, str]] = {
-    "loss options": {
-        "N17": "token_logprobs",
-        "N19": "entropy of rows in chunks",
-    },
     "hosts": {
         "W03": "gradient of a tied weight over pipeline and data parallel ranks",
         "W10": "replicas of a tied weight on the first and last stage",

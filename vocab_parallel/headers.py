@@ -108,9 +108,9 @@ class Verdict(NamedTuple):
             return None
         odd = next(rank for rank, checksum in enumerate(checksums) if checksum != checksums[0])
         return LayoutMismatchError(
-            f"rank 0 and rank {odd} of the group passed different token ids to {self.call}. The ids must be the "
-            "same on every rank of a vocabulary-parallel group: shard the data loader over the data-parallel "
-            "ranks only."
+            f"rank 0 and rank {odd} of the group passed different token ids or row data (such as row_weight) to "
+            f"{self.call}. They must be the same on every rank of a vocabulary-parallel group: shard the data loader "
+            "over the data-parallel ranks only."
         )
 
     def code(self, headers: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ RUNNERS: dict[str, Runner] = {
     "cross_entropy_misuse": Runner(losses.check_misuse, losses.observe_misuse),
     "cross_entropy_error": Runner(losses.check_loss_error, losses.observe_loss_error),
     "linear_cross_entropy": Runner(losses.check_linear, losses.observe_linear),
+    "logprob_entropy": Runner(losses.check_logprobs, losses.observe_logprobs),
     "large_property": Runner(losses.check_large, every_dtype=False),
     "loss_scale": Runner(losses.check_loss_scale, losses.observe_loss_scale),
     "pad_plan": Runner(layouts.check_pad_plan, every_dtype=False),

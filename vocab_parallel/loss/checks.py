@@ -7,8 +7,9 @@ from torch import Tensor
 
 from vocab_parallel.agreement import checksum
 from vocab_parallel.arguments import check_target
-from vocab_parallel.errors import LayoutMismatchError
+from vocab_parallel.errors import LayoutMismatchError, NonFiniteError
 from vocab_parallel.loss.options import LossOptions
+from vocab_parallel.loss.outputs import RowOutputs
 from vocab_parallel.shard import VocabShard
 
 
@@ -47,10 +48,14 @@ def check_row_data(name: str, data: object, shape: torch.Size) -> None:
         )
 
 
-def check_row_weight(row_weight: object, shape: torch.Size) -> None:
-    """Raises unless `row_weight` is None or a floating tensor of `shape`."""
+def check_row_weight(row_weight: object, target: Tensor, shard: VocabShard, options: LossOptions) -> None:
+    """Raises unless `row_weight` is None or a floating tensor of the target's rows, finite where they are valid.
+
+    Where the host may not wait for the device, a weight that is not finite shows in the loss.
+    """
     if row_weight is None:
         return
+    shape = target.shape[:-1] if options.soft else target.shape
     check_row_data("row_weight", row_weight, shape)
     assert isinstance(row_weight, Tensor)
     if not row_weight.is_floating_point() or row_weight.shape != shape:
@@ -58,6 +63,26 @@ def check_row_weight(row_weight: object, shape: torch.Size) -> None:
             f"row_weight must be a floating tensor of the target's shape {list(shape)}, got {row_weight.dtype} "
             f"{list(row_weight.shape)}"
         )
+    if shard.defers(row_weight.device):
+        return
+    bad = ~row_weight.isfinite() & (True if options.soft else target != options.ignore_index)
+    if bool(bad.any()):
+        at = int(bad.reshape(-1).nonzero()[0, 0])
+        raise NonFiniteError(
+            f"row_weight {float(row_weight.reshape(-1)[at])} at row {at} is not finite; to leave a row out, set its "
+            "target to ignore_index."
+        )
+
+
+def check_outputs(outputs: object, soft: bool) -> None:
+    """Raises unless `outputs` is None or a `RowOutputs` that the targets can fill."""
+    if outputs is None:
+        return
+    if not isinstance(outputs, RowOutputs):
+        raise ValueError(f'outputs must be a RowOutputs, for example RowOutputs("entropy"), got {outputs!r}')
+    wrong = [name for name in outputs.names if name in ("logprob", "correct")]
+    if soft and wrong:
+        raise ValueError(f"outputs {', '.join(wrong)} are of a target id, and the target is a distribution")
 
 
 def check_same_rows(what: str, tensor: Tensor, target: Tensor, soft: bool, sequence_parallel: bool = False) -> None:

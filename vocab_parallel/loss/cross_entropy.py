@@ -16,6 +16,7 @@ from vocab_parallel.collectives import apply
 from vocab_parallel.loss.checks import (
     check_devices,
     check_mean_group,
+    check_outputs,
     check_row_weight,
     check_same_rows,
     check_targets,
@@ -125,7 +126,7 @@ def loss_of_logits(
     """The loss that `options` describe."""
     name = f"cross_entropy({options})"
     with WideMean(shard, mean_group, name) as wide:
-        fault = capture(_check, logits, target, shard, options, row_weight, wide)
+        fault = capture(_check, logits, target, shard, options, row_weight, wide, outputs)
         if fault is not None:
             Exchange(shard, "loss", "cross_entropy", fault=fault).wait()
         row_data = () if row_weight is None else (row_weight,)
@@ -175,7 +176,7 @@ class _LogitsRows(torch.autograd.Function):
         local = statistics(z, scores=call.scores, wanted=wanted, in_place=False)
         extra = None
         if target is not None:
-            extra = soft_statistics(z, local.maximum, target, call.scores, soft == "log-probabilities")
+            extra = soft_statistics(z, local.maximum, local.sumexp, target, call.scores, soft == "log-probabilities")
         payload = local.pack(targets.pick(z, call.scores), extra)
         words = f"{call.name} of logits {list(logits.shape)} {logits.dtype}, target {list(call.target.shape)}"
         check = row_checksum(ids, *data)
@@ -219,7 +220,7 @@ class _MeanOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, count: Tensor, wide: WideMean) -> Tensor:
         total, count = wide.reduce(rows.sum(dtype=torch.float64), count)
-        ctx.save_for_backward(wide.size / count.clamp(min=1))
+        ctx.save_for_backward(wide.size / count.clamp(min=1).to(torch.float64))
         ctx.shape, ctx.dtype = rows.shape, rows.dtype
         return (total / count.clamp(min=1)).to(rows.dtype)
 
@@ -240,12 +241,14 @@ def _targets(ids: Tensor, call: LogitsCall) -> Targets:
 
 
 def _check(
-    logits: Tensor, target: Tensor, shard: VocabShard, options: LossOptions, row_weight: Tensor | None, wide: WideMean
-) -> None:
+    logits: Tensor, target: Tensor, shard: VocabShard, options: LossOptions, row_weight: Tensor | None, wide: WideMean,
+    outputs: RowOutputs | None,
+) -> None:  # fmt: skip
     options.check()
     check_mean_group(wide.size, options.reduction)
     check_logits(logits, shard)
     check_targets(target, shard, options)
     check_same_rows("logits", logits, target, bool(options.soft))
-    check_row_weight(row_weight, target.shape[:-1] if options.soft else target.shape)
+    check_row_weight(row_weight, target, shard, options)
+    check_outputs(outputs, bool(options.soft))
     check_devices(logits=logits, target=target, row_weight=row_weight)

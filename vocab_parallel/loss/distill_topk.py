@@ -162,8 +162,7 @@ class SparseTeacher:
         scale = factor / self._scores.temperature
         on_rest, at_given = on_rest * scale, torch.where(given.owned, at_given * scale[:, None], 0.0)
         for block in row_blocks(logits) if logits.shape[1] else ():
-            d = self._scores.apply_(logits[block].to(kept.dtype, copy=True))
-            slope = self._scores.cap_slope(d) if slopes else None
+            d, slope = self._scores.apply_with_slope_(logits[block].to(kept.dtype, copy=True), wanted=slopes)
             _mask(d, given, block).sub_(shift[block, None]).exp_().mul_(on_rest[block, None])
             d.scatter_add_(1, given.local[block], at_given[block])
             if slope is not None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.loss.normalizer import row_blocks
-from vocab_parallel.loss.options import Scores, _is_number
+from vocab_parallel.loss.options import Scores, is_number
 
 NAMES = ("forward_kl", "reverse_kl", "jensen_shannon")
 
@@ -64,7 +64,7 @@ class Divergence:
     def check(self) -> None:
         if self.name not in NAMES:
             raise ValueError(f"divergence must be one of {', '.join(NAMES)}, got {self.name!r}")
-        if not (_is_number(self.beta) and 0.0 < self.beta < 1.0):
+        if not (is_number(self.beta) and 0.0 < self.beta < 1.0):
             raise ValueError(
                 f"beta must be in (0, 1), got {self.beta!r}: at its ends the Jensen-Shannon divergence is 0; the "
                 'Kullback-Leibler divergences have names of their own, "forward_kl" and "reverse_kl"'
@@ -144,8 +144,9 @@ class Divergence:
                 s = log_s.exp()
                 d = log_s.sub_(log_b).sub_(rows.own[block, None]).mul_(s).masked_fill_(s == 0, 0.0)
             d.mul_(scale[block, None])
-            if slopes:
-                d.mul_(self.student.cap_slope(self.student.apply_(z[block].to(self.dtype, copy=True))))
+            slope = self.student.apply_with_slope_(z[block].to(self.dtype, copy=True))[1] if slopes else None
+            if slope is not None:
+                d.mul_(slope)
             z[block] = d.masked_fill_((factor[block] == 0)[:, None], 0.0)  # an ignored row may hold NaN
 
     def _log_mixture(self, log_s: Tensor, log_t: Tensor) -> Tensor:

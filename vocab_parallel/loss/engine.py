@@ -119,7 +119,8 @@ class Head:
         targets = [some.targets.rows(index) for some in self.ranges]
         hidden = self._hidden(chunk, targets[0].valid)
         wanted = objective.wanted if self._outputs is None else objective.wanted.also(self._outputs.wanted)
-        in_place = gradients is not None and not objective.dense
+        # The softcap's slope would have to be in the exponentials too; dense is exact where the slope nearly vanishes.
+        in_place = gradients is not None and not objective.dense and self.scores.softcap is None
         logits = [some.project(hidden) for some in self.ranges]
         payload, local = self._statistics(index, logits, targets, wanted, in_place)
         exchange = self._exchange(chunk, payload, objective.foreign)
@@ -201,7 +202,7 @@ class Head:
                 found = statistics(z, scores=self.scores, wanted=wanted, in_place=in_place)
             else:
                 found = statistics(z, scores=self.scores, wanted=wanted, in_place=False)
-                extra = soft_statistics(z, found.maximum, soft.target, self.scores, soft.is_log)
+                extra = soft_statistics(z, found.maximum, found.sumexp, soft.target, self.scores, soft.is_log)
             if in_place and self._every_row:  # an ignored row that overflowed
                 z.masked_fill_((found.maximum.isnan() | (found.maximum == torch.inf))[:, None], 0.0)
             local.append(found)

@@ -63,6 +63,11 @@ class FusedCall:
         """Of per-row values."""
         return self.target.shape[:-1] if self.soft else self.target.shape
 
+    @property
+    def ignored_id(self) -> int:
+        """What marks an ignored row; with a distribution, whose rows have the id 0, a filler row."""
+        return -1 if self.soft else self.ignore_index
+
 
 class Reduced(torch.autograd.Function):
     """A loss that is one number. Its gradients are formed in forward, while the exponentials are at hand."""
@@ -192,7 +197,7 @@ class _Rows:
         if call.soft:
             soft = plan.whole(call.target.reshape(-1, call.target.shape[-1]))
             target = target.new_zeros(call.rows_shape.numel(), dtype=torch.int64)
-        whole = plan.whole(target.to(torch.int64), call.ignore_index)
+        whole = plan.whole(target.to(torch.int64), call.ignored_id)
         flat_data = (rows.detach().reshape(-1, *rows.shape[len(call.rows_shape) :]) for rows in call.row_data)
         data = tuple(plan.whole(rows) for rows in flat_data)
         return cls(call, make_plan, whole, soft, data, words, 0 if opened else check, opened)
@@ -205,7 +210,7 @@ class _Rows:
         return Head(
             self.make_plan(input.reshape(-1, input.shape[-1])), weight, bias,
             target=self.target, soft=None if self.soft is None else Soft(self.soft, call.soft == "log-probabilities"),
-            shard=call.shard, ids=call.ids, scores=call.scores, ignore_index=call.ignore_index, words=self.words,
+            shard=call.shard, ids=call.ids, scores=call.scores, ignore_index=call.ignored_id, words=self.words,
             checksum=self.checksum, outputs=call.outputs, every_row=call.every_row,
             leaves=call.tp_invariant, opens=not self.opened,
         )  # fmt: skip

@@ -40,8 +40,7 @@ def logits_gradient(
     blocks = row_blocks(logits) if logits.shape[1] else []
     scratch = logits.new_empty(blocks[0].stop, logits.shape[1], dtype=on_p.dtype) if blocks else on_p
     for block in blocks:
-        z = scores.apply_(scratch[: block.stop - block.start].copy_(logits[block]))
-        slope = None if scores.softcap is None else scores.cap_slope(z)
+        z, slope = scores.apply_with_slope_(scratch[: block.stop - block.start].copy_(logits[block]))
         d = z.sub_(normalizer.maximum[block, None])
         if c.entropy is not None:
             log_p = (d - normalizer.log_sum[block, None]).clamp_(min=-1e4)
@@ -113,10 +112,7 @@ class RangeGradients:
         c = coefficients.scaled(1.0 / self._scores.temperature)
         weight = torch.where(maximum == -torch.inf, 0.0, (maximum - normalizer.maximum).exp() / normalizer.sumexp)
         alpha = torch.where(c.active, c.probability * weight, 0.0)
-        at_target = c.at_target(normalizer)
-        if self._scores.softcap is not None:
-            at_target = at_target * self._scores.cap_slope(normalizer.target_score)
-        return alpha, torch.where(targets.owned, at_target, 0.0), c.uniform
+        return alpha, torch.where(targets.owned, c.at_target(normalizer), 0.0), c.uniform
 
     def combine(
         self, hidden: Tensor, product: Tensor | None, alpha: Tensor, at_target: Tensor, uniform: Tensor | None,

@@ -15,6 +15,7 @@ from vocab_parallel.loss.checks import (
     check_devices,
     check_invariant,
     check_mean_group,
+    check_outputs,
     check_positive,
     check_row_data,
     check_row_weight,
@@ -181,7 +182,8 @@ def prepare(
         check_targets(target, shard, options)
         check_same_rows("input", input, target, bool(options.soft), sequence_parallel)
         shape = target.shape[:-1] if options.soft else target.shape
-        check_row_weight(row_weight, shape)
+        check_row_weight(row_weight, target, shard, options)
+        check_outputs(outputs, bool(options.soft))
         for at, data in enumerate(row_data):
             check_row_data(f"row data {at}", data, shape)
         check_devices(input=input, weight=weight, bias=bias, target=target)

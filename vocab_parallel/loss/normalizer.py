@@ -59,7 +59,7 @@ class Wanted:
             *(("shifted_sum",) if self.shifted_sum else ()),
             *(("expected",) if self.expected else ()),
             *(("second", "argmax") if self.top else ()),
-            *(("cross", "mass", "target_entropy") if self.soft else ()),
+            *(("cross", "mass", "divergence") if self.soft else ()),
         )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def statistics(logits: Tensor, *, scores: Scores, wanted: Wanted, in_place: bool
     """One shard's statistics of raw `logits` `[T, n]` (n real columns, may be 0), any floating dtype.
 
     Args:
-        in_place: Replace `logits` by `exp(z - m)`, times the softcap's slope, in its own dtype, for the gradient GEMMs.
+        in_place: Replace `logits` by `exp(z - m)`, in its own dtype, for the gradient GEMMs.
     """
     if kernels.available(logits):
         from vocab_parallel.loss.kernels.statistics import statistics as statistics_kernel
@@ -115,7 +115,6 @@ def statistics(logits: Tensor, *, scores: Scores, wanted: Wanted, in_place: bool
     for block in blocks:
         z = logits[block]
         work = scores.apply_(z if scratch is None else scratch[: len(z)].copy_(z))
-        slope = scores.cap_slope(work) if in_place and scores.softcap is not None else None
         m = work.amax(1)
         if second is not None and argmax is not None:
             argmax[block] = (work == m[:, None]).to(torch.uint8).argmax(1)  # argmax alone need not take the first
@@ -129,11 +128,8 @@ def statistics(logits: Tensor, *, scores: Scores, wanted: Wanted, in_place: bool
         maximum[block], sumexp[block] = m, work.sum(1)
         if expected is not None and shifted is not None:
             expected[block] = shifted.mul_(work).sum(1)
-        if in_place:
-            if slope is not None:
-                work.mul_(slope)
-            if scratch is not None:
-                z.copy_(work)
+        if in_place and scratch is not None:
+            z.copy_(work)
     return LocalStatistics(maximum, sumexp, shifted_sum, expected, second, argmax)
 
 
@@ -154,7 +150,7 @@ class Normalizer:
         shifted_sum: `sum_v (z_v - M)` over the whole vocabulary.
         mean_shift: `sum_v p_v (z_v - M)`, at most 0.
         second, argmax: The second largest score; the global id of the largest, the lowest where several are equal.
-        cross, mass, target_entropy: `sum q (z - M)`, `sum q` and `sum q log q` of a soft target.
+        cross, mass, divergence: `sum q (z - M)`, `sum q` and `sum q (log q - log p)` of a soft target.
     """
 
     maximum: Tensor
@@ -166,7 +162,7 @@ class Normalizer:
     argmax: Tensor | None = None
     cross: Tensor | None = None
     mass: Tensor | None = None
-    target_entropy: Tensor | None = None
+    divergence: Tensor | None = None
 
     @property
     def log_sum(self) -> Tensor:
@@ -214,7 +210,7 @@ def merge(gathered: Tensor, wanted: Wanted, ids: Sequence[range]) -> Normalizer:
     shift = torch.where(empty, 0.0, m - maximum)
     weight = torch.where(empty, 0.0, shift.exp())
     sumexp = (s * weight).sum(0)
-    shifted_sum = mean_shift = second = argmax = cross = mass = target_entropy = None
+    shifted_sum = mean_shift = second = argmax = cross = mass = divergence = None
     if wanted.shifted_sum:
         lost = torch.where(empty, -torch.inf, shift)  # a range of -inf only: its classes have log p = -inf
         counts = _column([len(some) for some in ids], m)
@@ -228,11 +224,13 @@ def merge(gathered: Tensor, wanted: Wanted, ids: Sequence[range]) -> Normalizer:
         starts = _column([some.start for some in ids], local).to(torch.int64)
         argmax = (local + starts).gather(0, first)[0]
     if wanted.soft:
-        mass, target_entropy = of["mass"].sum(0), of["target_entropy"].sum(0)
+        mass = of["mass"].sum(0)
+        within = torch.where(empty, torch.inf, sumexp.log() - shift - torch.where(empty, 1.0, s).log())
+        divergence = (of["divergence"] + torch.where(of["mass"] == 0, 0.0, of["mass"] * within)).sum(0)
         lost = torch.where(empty, -torch.inf, shift)
         cross = (of["cross"] + torch.where(of["mass"] == 0, 0.0, of["mass"] * lost)).sum(0)
     return Normalizer(
-        maximum, sumexp, of["target_score"].sum(0), shifted_sum, mean_shift, second, argmax, cross, mass, target_entropy
+        maximum, sumexp, of["target_score"].sum(0), shifted_sum, mean_shift, second, argmax, cross, mass, divergence
     )
 
 

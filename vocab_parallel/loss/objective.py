@@ -98,20 +98,19 @@ class CrossEntropy:
 
     @property
     def dense(self) -> bool:
-        options = self.options
-        return bool(options.soft) or (options.label_smoothing > 0 and options.scores.softcap is not None)
+        return bool(self.options.soft)
 
     def evaluate(
         self, normalizer: Normalizer, targets: Targets, index: slice | Tensor, upstream: tuple[Tensor, ...] | None
     ) -> tuple[tuple[Tensor, ...], Coefficients | None]:
         on_target, uniform = self.options.weights(self.vocab_size)
         mass = 1.0 if normalizer.mass is None else on_target * normalizer.mass + self.options.label_smoothing
-        if normalizer.cross is None:
-            rows = normalizer.log_sum + on_target * (normalizer.maximum - normalizer.target_score)
-        else:
-            rows = mass * normalizer.log_sum - on_target * normalizer.cross
-        if self.options.relative and normalizer.target_entropy is not None:
-            rows = rows + normalizer.target_entropy
+        rows = mass * normalizer.log_sum
+        if on_target:  # 0 times the infinite loss of a class without probability would be NaN
+            lost = normalizer.maximum - normalizer.target_score if normalizer.cross is None else -normalizer.cross
+            rows = rows + on_target * lost
+        if self.options.relative and normalizer.divergence is not None:
+            rows = normalizer.divergence
         if normalizer.shifted_sum is not None:
             rows = rows - uniform * normalizer.shifted_sum
         z_loss = self.options.z_loss

@@ -17,22 +17,25 @@ class Scores:
     temperature: float = 1.0
 
     def check(self) -> None:
-        for name, value in (("softcap", self.softcap), ("temperature", self.temperature)):
-            if value is not None and not (_is_number(value) and value > 0):
-                raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+        if self.softcap is not None:
+            _check_positive("softcap", self.softcap)
+        _check_positive("temperature", self.temperature)
 
     def apply_(self, raw: Tensor) -> Tensor:
         """Turns raw logits into scores, in place. Give it float32 or float64."""
-        if self.softcap is not None:
-            raw.mul_(1.0 / self.softcap).tanh_().mul_(self.softcap / self.temperature)
-        elif self.temperature != 1.0:
-            raw.mul_(1.0 / self.temperature)  # division by a number rounds differently on a GPU
-        return raw
+        return self.apply_with_slope_(raw, wanted=False)[0]
 
-    def cap_slope(self, scores: Tensor) -> Tensor:
-        """`d capped / d x = 1 - tanh²(x / softcap)`, from scores; the factor `1 / temperature` is not in it."""
-        assert self.softcap is not None
-        return 1.0 - (scores * (self.temperature / self.softcap)).square_()
+    def apply_with_slope_(self, raw: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor | None]:
+        """`apply_`, and `d capped / d raw = 1 - tanh²(raw / softcap)`; None without a softcap.
+
+        The factor `1 / temperature` of the scores' derivative is not in it.
+        """
+        if self.softcap is None:
+            # Division by a number rounds differently on a GPU.
+            return (raw if self.temperature == 1.0 else raw.mul_(1.0 / self.temperature)), None
+        tanh = raw.mul_(1.0 / self.softcap).tanh_()
+        slope = 1.0 - tanh.square() if wanted else None
+        return tanh.mul_(self.softcap / self.temperature), slope
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ class LossOptions:
             raise ValueError(f'reduction must be "none", "mean" or "sum", got {self.reduction!r}')
         if self.smoothing_over not in ("all", "others"):
             raise ValueError(f'smoothing_over must be "all" or "others", got {self.smoothing_over!r}')
-        if not (_is_number(self.label_smoothing) and 0.0 <= self.label_smoothing <= 1.0):
+        if not (is_number(self.label_smoothing) and 0.0 <= self.label_smoothing <= 1.0):
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing!r}")
-        if not (_is_number(self.z_loss) and self.z_loss >= 0.0):
+        if not (is_number(self.z_loss) and self.z_loss >= 0.0):
             raise ValueError(f"z_loss must be a finite number, at least 0, got {self.z_loss!r}")
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise ValueError(f"ignore_index must be an integer, got {self.ignore_index!r}")
@@ -89,5 +92,11 @@ class LossOptions:
         return (total if self.reduction == "sum" else total / count.clamp(min=1)).to(rows.dtype)
 
 
-def _is_number(value: object) -> bool:
+def _check_positive(name: str, value: object) -> None:
+    if not (is_number(value) and value > 0):  # type: ignore[operator]
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a finite int or float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

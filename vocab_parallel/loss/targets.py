@@ -46,19 +46,26 @@ class Targets:
 def soft_statistics(
     logits: Tensor,  # [T, n] raw
     maximum: Tensor,  # [T], the range's m
+    sumexp: Tensor,  # [T], the range's s
     target: Tensor,  # [T, n] probabilities or log-probabilities
     scores: Scores,
     is_log: bool,
 ) -> Tensor:
-    """What a soft target q adds to the exchange, `[3, T]`: `sum q (z - m)`, `sum q`, `sum q log q`; 0 log 0 is 0."""
+    """What a soft target q adds to the exchange, `[3, T]`: `sum q (z - m)`, `sum q`, `sum q (log q - log p)`.
+
+    p is normalised within the range, so that the last term, of two distributions that are nearly the same, is a sum of
+    small numbers instead of a difference of large ones. What has q = 0 counts as 0.
+    """
     out = maximum.new_zeros(3, len(maximum))
     for block in row_blocks(logits) if logits.shape[1] else ():
-        shift = torch.where(maximum[block] == -torch.inf, 0.0, maximum[block])
+        empty = maximum[block] == -torch.inf
+        shift = torch.where(empty, 0.0, maximum[block])
+        log_s = torch.where(empty, 0.0, sumexp[block].log())
         work = scores.apply_(logits[block].to(maximum.dtype, copy=True)).sub_(shift[:, None])
         q, log_q = probabilities(target[block], maximum.dtype, is_log)
         out[0, block] = torch.where(q == 0, 0.0, q * work).sum(1)
         out[1, block] = q.sum(1)
-        out[2, block] = torch.where(q == 0, 0.0, q * log_q).sum(1)
+        out[2, block] = torch.where(q == 0, 0.0, q * (log_q - work + log_s[:, None])).sum(1)
     return out
 
 
