@@ -45,6 +45,10 @@ class Clock(TorchDispatchMode):
         self.now, self.free, self.begun = 0.0, 0.0, None
         self.exposed, self.before, self.issued = Counter(), Counter(), Counter()
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # or torch imports its compiler to keep it out of here: seconds on every rank
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in PRODUCTS:
@@ -91,7 +95,6 @@ def surprise(rows):
     return -rows.logprob
 
 
-CAPPED = {"softcap": 3.0, "label_smoothing": 0.1}
 OUTPUTS = RowOutputs("logprob", "lse", "argmax", "correct", "margin", "entropy")
 # Losses whose gradient GEMMs begin before the statistics are there, and those that need them first.
 HIDING = {
@@ -99,7 +102,6 @@ HIDING = {
     "bfloat16": {"dtype": torch.bfloat16},
     "float16": {"dtype": torch.float16},
     "options": {"z_loss": 0.1, "label_smoothing": 0.1, "temperature": 0.7, "reduction": "sum"},
-    "capped": {"softcap": 3.0},
     "outputs": {"outputs": OUTPUTS},
     "bias": {"bias": True},
     "weights": {"row_weight": True},
@@ -108,7 +110,7 @@ HIDING = {
 }
 LATE = {
     "distribution": {"soft": True},
-    "capped and smoothed": CAPPED,
+    "softcap": {"softcap": 3.0},
     "row loss with entropy": {"function": "row loss with entropy"},
 }
 

@@ -155,7 +155,7 @@ def test_statistics_and_gradients_of_more_than_2_to_the_32_logits_have_the_right
     soft, extra = None, None
     if wanted.soft:
         soft = torch.empty(MANY, device="meta")
-        extra = soft_statistics(logits, local.maximum, soft, scores, False)
+        extra = soft_statistics(logits, local.maximum, local.sumexp, soft, scores, False)
     payload = local.pack(targets.pick(logits, scores), extra)
     assert payload.shape == (len(wanted.words), rows) and payload.dtype == torch.float32
     if wanted.top:

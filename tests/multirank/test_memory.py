@@ -8,7 +8,6 @@ import torch
 from tests.multirank.counting import Allocations
 from tests.multirank.sharded import shard_of
 from tests.multirank.shared_world import Batch
-from tests.ranks import run_ranks
 from vocab_parallel import RowOutputs, cross_entropy, linear_cross_entropy
 from vocab_parallel.loss import chunk_rows, linear_kl_div, linear_row_loss, linear_token_logprobs
 
@@ -65,21 +64,19 @@ def _call(shard, name, rows, dtype, **options):
     return forward.peak, backward.peak, max(forward.largest, backward.largest)
 
 
-def _rows_and_chunks(rank, name, dtype):
+def _rows_and_chunks(name, dtype):
+    """Few rows, many rows, and few rows in a wide chunk."""
     shard = shard_of(VOCAB)
     _call(shard, name, 2048, dtype, chunk_size=256)  # the exchanges settle on the size they need
     settings = [(1024, 256), (2048, 256), (1024, 1024)]
     return [_call(shard, name, rows, dtype, chunk_size=chunk) for rows, chunk in settings]
 
 
-GROWTH = Batch(
-    _rows_and_chunks,
-    [(name, torch.float32) for name in LOSSES] + [(name, torch.bfloat16) for name in ("mean", "invariant")],
-)
+GROWTH = [(name, torch.float32) for name in LOSSES] + [(name, torch.bfloat16) for name in ("mean", "invariant")]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("name", "dtype"), GROWTH.cases, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), GROWTH, ids=str)
 def test_nothing_grows_with_the_rows_but_the_gradient_and_a_few_words(name, dtype, tp):
     """A row's gradient, and its target and statistics: 14 bytes, 12 more for a later backward, 25 of all outputs.
 
@@ -87,18 +84,18 @@ def test_nothing_grows_with_the_rows_but_the_gradient_and_a_few_words(name, dtyp
     """
     gradient = HIDDEN * dtype.itemsize // (tp if "sequence parallel" in name else 1)
     words = 48 + {"outputs": 25, "invariant": 9 * 8 // tp}.get(name, 0)
-    for few, many, _ in GROWTH(tp, name, dtype):
+    for few, many, _ in GROWING(tp, _rows_and_chunks, name, dtype):
         for what, at in (("forward", 0), ("backward", 1)):
             grown = (many[at] - few[at]) / (2048 - 1024)
             assert grown <= gradient + words, f"{what}: {grown:.0f} bytes a row, of which {gradient} are its gradient"
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("name", "dtype"), GROWTH.cases, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), GROWTH, ids=str)
 def test_a_chunk_costs_its_logits_once(name, dtype, tp):
     """And for each range of ids a few rows as wide as the hidden states, in float32."""
     row, leaves = VOCAB // tp * dtype.itemsize, 8 // tp if name == "invariant" else 1
-    for few, many, wide in GROWTH(tp, name, dtype):
+    for few, many, wide in GROWING(tp, _rows_and_chunks, name, dtype):
         assert few[2] == many[2], "the largest tensor depends on the number of rows"
         grown = (max(wide[:2]) - max(few[:2])) / (1024 - 256)
         limit = row + 4 * HIDDEN * 4 * leaves + 512
@@ -108,28 +105,25 @@ def test_a_chunk_costs_its_logits_once(name, dtype, tp):
         )
 
 
-def _budget(rank, dtype, budget, name):
+def _budget(dtype, budget, name):
     """Rows of a chunk by the package, peak bytes, and elements of the largest tensor."""
     shard = shard_of(VOCAB)
     return chunk_rows(shard, dtype, budget), *_call(shard, name, 1024, dtype, memory_budget=budget)
 
 
-BUDGETS = Batch(
-    _budget,
-    [
-        (dtype, budget, name)
-        for dtype in (torch.float32, torch.bfloat16)
-        for budget in (2 << 20, 8 << 20)
-        for name in ("mean", "none", "invariant", "sequence parallel")
-    ],
-)
+BUDGETS = [
+    (dtype, budget, name)
+    for dtype in (torch.float32, torch.bfloat16)
+    for budget in (2 << 20, 8 << 20)
+    for name in ("mean", "none", "invariant", "sequence parallel")
+]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("dtype", "budget", "name"), BUDGETS.cases, ids=str)
+@pytest.mark.parametrize(("dtype", "budget", "name"), BUDGETS, ids=str)
 def test_the_logits_of_a_chunk_take_the_memory_budget_and_no_more(dtype, budget, name, tp):
     columns, leaves = VOCAB // tp, 8 // tp if name == "invariant" else 1
-    for rows, forward, backward, largest in BUDGETS(tp, dtype, budget, name):
+    for rows, forward, backward, largest in WORLD(tp, _budget, dtype, budget, name):
         assert rows * columns * dtype.itemsize == budget
         if name == "invariant":  # the same chunks at every TP size, so those of one rank
             rows //= tp
@@ -139,24 +133,23 @@ def test_the_logits_of_a_chunk_take_the_memory_budget_and_no_more(dtype, budget,
         assert max(forward, backward) <= budget + 2 * gradients + 4 * BLOCK
 
 
-def _more_budget(rank, budget):
+def _values(budget):
     shard = shard_of(VOCAB)
     draw = torch.Generator().manual_seed(0)
     input = torch.randn(64, HIDDEN, generator=draw, dtype=torch.float64).requires_grad_()
     weight = torch.randn(shard.shard_size, HIDDEN, generator=draw, dtype=torch.float64).requires_grad_()
     value = linear_cross_entropy(input, weight, torch.arange(64), shard=shard, memory_budget=budget)
-    return value, *torch.autograd.grad(value, [input, weight])
+    return value.detach(), *torch.autograd.grad(value, [input, weight])
 
 
-def test_the_budget_changes_memory_and_no_value():
-    values = [run_ranks(_more_budget, 2, budget)[0] for budget in (1, 100_000, 1 << 30)]
-    for other in values[1:]:
-        for mine, its in zip(values[0], other, strict=True):
-            assert torch.allclose(mine, its, rtol=1e-12, atol=1e-14)
+@pytest.mark.parametrize("budget", [1, 100_000])
+def test_the_budget_changes_memory_and_no_value(budget):
+    for mine, expected in zip(WORLD(2, _values, budget)[0], WORLD(2, _values, 1 << 30)[0], strict=True):
+        assert torch.allclose(mine, expected, rtol=1e-12, atol=1e-14)
 
 
-def _distribution(rank, dtype):
-    """A target distribution is given: its columns are not copied."""
+def _distribution(dtype):
+    """Peak bytes by the number of rows; the first is for the exchanges to settle."""
     shard = shard_of(VOCAB)
     results = []
     for rows in (512, 512, 1024):
@@ -166,16 +159,17 @@ def _distribution(rank, dtype):
         with Allocations(input, weight, target) as meter:
             linear_kl_div(input, weight, target, shard=shard, chunk_size=64).backward()
         results.append(meter.peak)
-    return (results[2] - results[1]) / 512
+    return results[1:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_distribution_is_not_copied(dtype):
-    for grown in run_ranks(_distribution, 2, dtype):
-        assert grown <= 2 * HIDDEN * dtype.itemsize + 96, f"{grown:.0f} bytes a row"
+    for few, many in WORLD(2, _distribution, dtype):
+        assert (many - few) / 512 <= 2 * HIDDEN * dtype.itemsize + 96, f"{(many - few) / 512:.0f} bytes a row"
 
 
-def _of_logits(rank, rows):
+def _of_logits(rows):
+    """Peak bytes of forward and backward."""
     shard = shard_of(VOCAB)
     logits = torch.randn(rows, shard.shard_size).requires_grad_()
     target = torch.arange(rows) % VOCAB
@@ -190,10 +184,26 @@ def _of_logits(rank, rows):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_cross_entropy_copies_no_logits_forward_and_makes_only_their_gradient_backward(tp):
-    few_forward, few_backward = run_ranks(_of_logits, tp, 1024)[0]
-    many_forward, many_backward = run_ranks(_of_logits, tp, 3072)[0]
+    few_forward, few_backward = WORLD(tp, _of_logits, 1024)[0]
+    many_forward, many_backward = WORLD(tp, _of_logits, 3072)[0]
     row_of_logits = 4 * VOCAB // tp
     forward, backward = (many_forward - few_forward) / 2048, (many_backward - few_backward) / 2048
     assert forward <= 160, f"{forward:.0f} bytes a row, its logits take {row_of_logits}"
     assert row_of_logits <= backward <= row_of_logits + 160, f"{backward:.0f} bytes a row"
     assert many_forward <= 6e6, "the working memory of the statistics does not depend on the number of rows"
+
+
+def _run(rank, function, *args):
+    return function(*args)
+
+
+GROWING = Batch(_run, [(_rows_and_chunks, *case) for case in GROWTH])
+WORLD = Batch(
+    _run,
+    [
+        *[(_budget, *case) for case in BUDGETS],
+        *[(_values, budget) for budget in (1, 100_000, 1 << 30)],
+        *[(_distribution, dtype) for dtype in (torch.float32, torch.bfloat16)],
+        *[(_of_logits, rows) for rows in (1024, 3072)],
+    ],
+)

@@ -70,7 +70,7 @@ def linear_distillation(
         sequence_parallel: As in `linear_cross_entropy`. Without `target`, a row weight and the rows' losses are of this
             rank's rows.
         chunk_size: Rows of a chunk, over the whole group.
-        memory_budget: Bytes for a chunk's logits of both heads. Default: 2^26 logits, and at most 2,048 rows.
+        memory_budget: Bytes for a chunk's logits of both heads. Default: 128 MiB, and at most 2,048 rows.
 
     Returns:
         Nats, float32 (float64 for float64 `input`): for "none" `[...]`, else a scalar over all rows of the group.

@@ -31,7 +31,7 @@ from vocab_parallel.loss.outputs import RowOutputs
 from vocab_parallel.loss.wide_mean import WideMean
 from vocab_parallel.shard import VocabShard
 
-_CHUNK_LOGITS = 1 << 26
+_BUDGET_BYTES = 128 << 20
 _MOST_ROWS = 4096
 
 
@@ -72,7 +72,7 @@ def linear_cross_entropy(
         sequence_parallel: Each rank passes its own rows (their number may differ) and gets their gradient.
         chunk_size: Rows of a chunk, over the whole group (with `sequence_parallel` an equal share of each rank).
         memory_budget: Bytes for a chunk's logits, from which the chunk follows where `chunk_size` is not given.
-            Default: 2^26 logits (128 MiB in bfloat16), and at most 4,096 rows.
+            Default: 128 MiB, and at most 4,096 rows.
         tp_invariant: The same bits of loss and gradients at TP 1, 2, 4 and 8, if the padded size is the same at each
             (`VocabLayout.from_padded`); see `invariant`. Replicated rows only.
 
@@ -88,8 +88,8 @@ def linear_cross_entropy(
         and later chunks. Backward: none ("none": the dH reductions move there). With `sequence_parallel`: one more
         exchange, one of the target if it is local, and per chunk an all-gather of its rows; dH is reduce-scattered;
         "none" with a local target gathers the upstream gradient. None at tp_size 1.
-        A distribution, or smoothing with softcap, leaves nothing to hide the exchange behind: their gradient needs
-        the merged statistics before its first GEMM.
+        A distribution or a softcap leaves nothing to hide the exchange behind: their gradient needs the merged
+        statistics before its first GEMM.
 
     Memory:
         One `[chunk_size, num_valid]` buffer in the input's dtype; dW in float32; dH. Nothing grows with T beside dH
@@ -208,7 +208,7 @@ def prepare(
 
 
 def chunk_rows(shard: VocabShard, dtype: torch.dtype = torch.float32, memory_budget: int | None = None) -> int:
-    """Rows of a chunk whose logits take `memory_budget` bytes (default 2^26 logits, and at most 4,096 rows).
+    """Rows of a chunk whose logits take `memory_budget` bytes (default 128 MiB, and at most 4,096 rows).
 
     From the layout alone, so that every rank chooses the same whatever else may differ.
     """
@@ -216,9 +216,10 @@ def chunk_rows(shard: VocabShard, dtype: torch.dtype = torch.float32, memory_bud
 
 
 def _chunk_rows(columns: int, dtype: torch.dtype, memory_budget: int | None) -> int:
+    row = columns * dtype.itemsize
     if memory_budget is not None:
-        return max(1, memory_budget // (columns * dtype.itemsize))
-    return max(1, min(_MOST_ROWS, _CHUNK_LOGITS // columns))
+        return max(1, memory_budget // row)
+    return max(1, min(_MOST_ROWS, _BUDGET_BYTES // row))
 
 
 def _takes_main_grad(parameter: Tensor, used: Tensor) -> bool:

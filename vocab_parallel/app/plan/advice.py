@@ -15,7 +15,7 @@ from vocab_parallel.app.plan.schedules import (
 )
 
 MOST_RANKS = 1024
-DEFAULT_LOGITS, DEFAULT_ROWS = 1 << 26, 4096  # of a chunk of `linear_cross_entropy`
+DEFAULT_BUDGET, DEFAULT_ROWS = 128 << 20, 4096  # of a chunk of `linear_cross_entropy`
 _GRAIN = 128  # rows: chunks are tried in steps that keep GEMM tiles whole
 _SLACK = 1.01  # a smaller chunk is taken if it costs at most 1% more
 
@@ -23,12 +23,10 @@ _SLACK = 1.01  # a smaller chunk is taken if it costs at most 1% more
 def rows_in_budget(work: Workload, budget: int | None) -> int:
     """The most rows whose logits take `budget` bytes, as the fused loss counts it: at least 1, at most all.
 
-    None: its default, 2^26 logits and at most 4,096 rows.
+    None: its default, 128 MiB and at most 4,096 rows.
     """
-    if budget is None:
-        most = min(DEFAULT_ROWS, DEFAULT_LOGITS // work.stored)
-    else:
-        most = budget // (work.stored * work.itemsize)
+    row = work.stored * work.itemsize
+    most = min(DEFAULT_ROWS, DEFAULT_BUDGET // row) if budget is None else budget // row
     return max(1, min(work.tokens, most))
 
 

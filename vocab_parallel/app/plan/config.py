@@ -23,7 +23,7 @@ class PlanConfig:
     tp: int | None = None  # ranks that share the vocabulary; null: all of this job if measured, else 8
     multiple_of: int = 128  # each shard's rows are a multiple of this
     chunk_size: int | None = None  # rows; null: what the budget and the accumulation of dW make best
-    memory_budget: int | None = None  # bytes that the logits of a chunk may take; null: 2^26 logits, at most 4,096 rows
+    memory_budget: int | None = None  # bytes that the logits of a chunk may take; null: 128 MiB, at most 4,096 rows
     device: str | None = None  # h100 | h200 | cpu | measured; null: what the link implies
     link: str | None = None  # of the ranks of a node: nvlink | pcie | infiniband | loopback | measured; null: likewise
     between: str = "infiniband"  # of nodes

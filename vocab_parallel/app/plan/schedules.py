@@ -11,7 +11,7 @@ _HEADER = 64  # bytes in front of every exchange (see `agreement`)
 _WORDS = 3  # statistics of a row: maximum, sum, target score
 # Elements of a float32 copy of narrow numbers that is held at a time; on a CPU of a narrow dW product, as formed and
 # transposed.
-_BLOCK, _BLOCK_ELSEWHERE, _PRODUCT = 1 << 18, 1 << 26, 1 << 21
+_BLOCK, _BLOCK_ELSEWHERE, _PRODUCT = 1 << 18, 1 << 26, 1 << 19
 
 
 def exchange_bytes(work: Workload, rows: int) -> int:
