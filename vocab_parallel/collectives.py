@@ -5,8 +5,10 @@ A backward first raises what forward left unread (see `deferral`): a rank that k
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,9 @@ from vocab_parallel.shard import RankGroup, VocabShard
 # Renamed in torch 2.13, where the old names warn.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Pending:
@@ -139,9 +144,24 @@ def gather_vocab(shard: VocabShard, local: Tensor, dim: int = 0) -> Tensor:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """`function.apply`, which torch leaves untyped."""
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    """`function.apply`, which torch leaves untyped; out of autocast's reach, where float32 sums stay float32."""
+    device = args[0].device.type
+    off = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    with off:
+        result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
+
+
+def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Leaves an operation out of the graphs of `torch.compile`, which would break at each of its collectives."""
+
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():  # only then: `disable` imports the compiler, which takes seconds
+            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
+        return function(*args, **kwargs)
+
+    return wrapper
 
 
 class SumOverShards(torch.autograd.Function):

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from vocab_parallel.agreement import Exchange, capture, checksum
 from vocab_parallel.arguments import check_embedding, ids_found
-from vocab_parallel.collectives import ScatterRows, SumOverShards, apply
+from vocab_parallel.collectives import ScatterRows, SumOverShards, apply, uncompiled
 from vocab_parallel.shard import VocabShard
 
 _INIT_BLOCK = 1024  # global rows that share a random stream
 
 
+@uncompiled
 def vocab_parallel_embedding(
     input: Tensor,  # [...] int64, the same on every rank
     weight: Tensor,  # [shard_size, D]

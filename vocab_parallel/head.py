@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vocab_parallel.agreement import Exchange, capture
 from vocab_parallel.arguments import check_head
-from vocab_parallel.collectives import CopyToShards, GatherRows, apply
+from vocab_parallel.collectives import CopyToShards, GatherRows, apply, uncompiled
 from vocab_parallel.embedding import init_rows_
 from vocab_parallel.loss import linear_cross_entropy
 from vocab_parallel.shard import VocabShard
@@ -49,6 +49,7 @@ class VocabParallelLMHead(nn.Module):
         """`logits`."""
         return self.logits(input, rows)
 
+    @uncompiled
     def logits(
         self, input: Tensor, rows: Tensor | slice | int | None = None, *, sequence_parallel: bool = False
     ) -> Tensor:

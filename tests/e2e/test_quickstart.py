@@ -118,7 +118,7 @@ def test_report_rebuilds_the_page(quickstart: tuple[Path, str]) -> None:
 def test_doctor_passes_on_two_ranks() -> None:
     job = torchrun(2, "doctor", "configs/quickstart.yaml")
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "17 of 17 passed" in job.stdout and "FAIL" not in job.stdout
+    assert "22 of 22 passed" in job.stdout and "FAIL" not in job.stdout
     assert "65,536" in job.stdout and job.stdout.count("environment\n") == 1
 
 
@@ -130,7 +130,7 @@ def test_doctor_fails_when_an_operation_is_wrong(
     monkeypatch.setattr(selftests, "top_k", lambda *args, **options: (_ for _ in ()).throw(ValueError("broken")))
     assert app.main(["doctor", "data.vocab=bytes"]) == 1
     output = capsys.readouterr().out
-    assert "FAIL  greedy" in output and "ValueError: broken" in output and "15 of 17 passed" in output
+    assert "FAIL  greedy" in output and "ValueError: broken" in output and "20 of 22 passed" in output
 
 
 def test_a_wrong_number_of_ranks_and_a_typo_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,17 +29,16 @@ def random(rows: int, columns: int, dtype: torch.dtype, device: str, scale: floa
 
 
 def oracle(logits: Tensor, softcap: float | None, temperature: float) -> tuple[Statistics, Tensor]:
-    """All statistics but the target's, in float64, and the exponentials times the softcap's slope."""
+    """All statistics but the target's, in float64, and the exponentials."""
     x = logits.double()
     z = (x if softcap is None else softcap * torch.tanh(x / softcap)) / temperature
     m = z.amax(1, keepdim=True)
     d = z - torch.where(m == -INF, 0.0, m)
     e = d.exp()
-    slope = 1.0 if softcap is None else 1.0 - torch.tanh(x / softcap) ** 2
     top = z.sort(dim=1, descending=True, stable=True)
     second = top.values[:, 1] if z.shape[1] > 1 else torch.full_like(m[:, 0], -INF)
     expected = torch.where(z == -INF, 0.0, e * d).sum(1)
-    return Statistics(m[:, 0], e.sum(1), d.sum(1), expected, second, top.indices[:, 0], None), e * slope
+    return Statistics(m[:, 0], e.sum(1), d.sum(1), expected, second, top.indices[:, 0], None), e
 
 
 def require_statistics(got: Statistics, expected: Statistics, dtype: torch.dtype) -> None:

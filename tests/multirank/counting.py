@@ -72,6 +72,10 @@ class Allocations(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = self.largest = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its compiler to keep it out of here: seconds on every rank
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}

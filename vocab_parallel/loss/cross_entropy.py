@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vocab_parallel.agreement import Exchange, capture, raise_deferred
 from vocab_parallel.arguments import check_logits, target_found
-from vocab_parallel.collectives import apply
+from vocab_parallel.collectives import apply, uncompiled
 from vocab_parallel.loss.checks import (
     check_devices,
     check_mean_group,
@@ -33,6 +33,7 @@ from vocab_parallel.loss.wide_mean import WideMean
 from vocab_parallel.shard import VocabShard
 
 
+@uncompiled
 def cross_entropy(
     logits: Tensor,  # [..., shard_size] floating
     target: Tensor,  # [...] int64, the same on every rank; or a distribution [..., shard_size]
@@ -91,6 +92,7 @@ def cross_entropy(
     return loss_of_logits(logits, target, shard, options, row_weight, mean_group, outputs)
 
 
+@uncompiled
 def kl_div(
     logits: Tensor,  # [..., shard_size] floating
     target: Tensor,  # [..., shard_size] probabilities, or log-probabilities
@@ -135,7 +137,7 @@ def loss_of_logits(
             options.scores, options.ignore_index, options.soft, outputs,
         )  # fmt: skip
         (rows,) = per_row_of_logits(logits, call)
-        valid = torch.ones_like(rows, dtype=torch.bool) if options.soft else target != options.ignore_index
+        valid = torch.ones_like(rows, dtype=torch.bool) if options.soft else target.long() != options.ignore_index
         return apply(_MeanOver, rows, valid.sum(), wide) if wide.size > 1 else options.reduce(rows, valid.sum())
 
 

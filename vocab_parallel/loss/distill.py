@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vocab_parallel.agreement import Exchange, capture, first_row, judge
-from vocab_parallel.collectives import all_gather
+from vocab_parallel.collectives import all_gather, uncompiled
 from vocab_parallel.errors import NonFiniteError
 from vocab_parallel.loss.checks import check_positive
 from vocab_parallel.loss.distill_checks import check_teacher
@@ -25,6 +25,7 @@ from vocab_parallel.loss.wide_mean import WideMean
 from vocab_parallel.shard import VocabShard
 
 
+@uncompiled
 def linear_distillation(
     input: Tensor,  # [..., D], the same on every rank; with sequence_parallel this rank's rows [t, ..., D]
     linear_weight: Tensor,  # [shard_size, D]

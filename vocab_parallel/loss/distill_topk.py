@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vocab_parallel.agreement import judge
+from vocab_parallel.collectives import uncompiled
 from vocab_parallel.loss.distill import prepare_student
 from vocab_parallel.loss.distill_checks import TAILS, check_given, filled_slots, problems
 from vocab_parallel.loss.distill_loop import Student
@@ -33,6 +34,7 @@ from vocab_parallel.loss.wide_mean import WideMean
 from vocab_parallel.shard import VocabShard
 
 
+@uncompiled
 def linear_topk_distillation(
     input: Tensor,  # [..., D], the same on every rank; with sequence_parallel this rank's rows [t, ..., D]
     linear_weight: Tensor,  # [shard_size, D]

@@ -60,19 +60,29 @@ class InvariantRows(ReplicatedRows):
 
     def __init__(self, input: Tensor, shard: VocabShard, chunk_size: int) -> None:
         super().__init__(input, shard, chunk_size)
-        self._parts: list[Pending] = []
+        self._parts: tuple[int, Pending] | None = None  # of the chunk before
+        self._block: tuple[int, Pending] | None = None  # of the one before that
 
     def reduce(self, chunk: int, grad: Tensor) -> None:
+        self._advance()
         tp = self._shard.tp_size
-        self._parts.append(all_to_all(self._shard, pad_rows(grad, -(-len(grad) // tp) * tp)))
+        self._parts = chunk, all_to_all(self._shard, pad_rows(grad, -(-len(grad) // tp) * tp))
+
+    def _advance(self) -> Tensor:
+        """Takes the chunks under way a step further each: they travel, and hold memory, while the next two compute."""
+        if self._grad is None:
+            self._grad = torch.empty_like(self._input, memory_format=torch.contiguous_format)
+        if self._block is not None:
+            rows, block = self.chunks[self._block[0]], self._block[1].wait()
+            self._grad[rows] = block.flatten(0, 1)[: rows.stop - rows.start]
+            self._block = None
+        if self._parts is not None:
+            received = self._parts[1].wait()
+            parts = received.view(self._shard.tp_size, -1, *received.shape[1:])
+            summed = tree_sum(list(parts)).to(self._grad.dtype)
+            self._block, self._parts = (self._parts[0], all_gather(self._shard, summed)), None
+        return self._grad
 
     def input_grad(self) -> Tensor:
-        grad = torch.empty_like(self._input, memory_format=torch.contiguous_format)
-        blocks = []
-        for pending in self._parts:
-            received = pending.wait()
-            parts = received.view(self._shard.tp_size, -1, *received.shape[1:])
-            blocks.append(all_gather(self._shard, tree_sum(list(parts)).to(grad.dtype)))
-        for rows, block in zip(self.chunks, blocks, strict=True):
-            grad[rows] = block.wait().flatten(0, 1)[: rows.stop - rows.start]
-        return grad
+        self._advance()
+        return self._advance()

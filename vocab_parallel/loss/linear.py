@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vocab_parallel.agreement import Exchange, capture
 from vocab_parallel.arguments import check_head
-from vocab_parallel.collectives import apply
+from vocab_parallel.collectives import apply, uncompiled
 from vocab_parallel.loss.checks import (
     check_devices,
     check_invariant,
@@ -35,6 +35,7 @@ _BUDGET_BYTES = 128 << 20
 _MOST_ROWS = 4096
 
 
+@uncompiled
 def linear_cross_entropy(
     input: Tensor,  # [..., D], the same on every rank; with sequence_parallel this rank's rows [t, ..., D]
     linear_weight: Tensor,  # [shard_size, D]
@@ -114,6 +115,7 @@ def linear_cross_entropy(
     )  # fmt: skip
 
 
+@uncompiled
 def linear_kl_div(
     input: Tensor,  # [..., D]
     linear_weight: Tensor,  # [shard_size, D]
@@ -233,4 +235,8 @@ def _autocast(*tensors: Any) -> Any:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
+    return tuple(x.to(dtype) if _is_cast(x) else x for x in tensors)
+
+
+def _is_cast(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

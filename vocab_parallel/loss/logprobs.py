@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vocab_parallel.agreement import Exchange, capture
 from vocab_parallel.arguments import check_logits
-from vocab_parallel.collectives import apply
+from vocab_parallel.collectives import apply, uncompiled
 from vocab_parallel.loss.checks import check_devices, check_same_rows, check_targets
 from vocab_parallel.loss.cross_entropy import LogitsCall, per_row_of_logits
 from vocab_parallel.loss.fused import PerRow
@@ -31,6 +31,7 @@ class LogProbs(NamedTuple):
     entropy: Tensor
 
 
+@uncompiled
 def token_logprobs(
     logits: Tensor,  # [..., shard_size] floating
     target: Tensor,  # [...] int64, the same on every rank
@@ -69,6 +70,7 @@ def token_logprobs(
     return LogProbs(*per_row_of_logits(logits, call))
 
 
+@uncompiled
 def linear_token_logprobs(
     input: Tensor,  # [..., D]
     linear_weight: Tensor,  # [shard_size, D]

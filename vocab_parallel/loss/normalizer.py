@@ -221,7 +221,7 @@ def merge(gathered: Tensor, wanted: Wanted, ids: Sequence[range]) -> Normalizer:
         second = torch.cat([m, of["second"]]).topk(2, dim=0).values[1]
         first = (m == maximum).to(torch.uint8).argmax(0, keepdim=True)  # the lowest range holds the lowest ids
         local = of["argmax"].view(torch.int64 if m.dtype == torch.float64 else torch.int32)
-        starts = _column([some.start for some in ids], local).to(torch.int64)
+        starts = _column([some.start for some in ids], local.to(torch.int64))
         argmax = (local + starts).gather(0, first)[0]
     if wanted.soft:
         mass = of["mass"].sum(0)

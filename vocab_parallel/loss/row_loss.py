@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vocab_parallel.collectives import apply
+from vocab_parallel.collectives import apply, uncompiled
 from vocab_parallel.errors import LayoutMismatchError
 from vocab_parallel.loss.fused import PerRow, Reduced
 from vocab_parallel.loss.linear import prepare
@@ -37,6 +37,7 @@ class RowStatistics(NamedTuple):
     lse: Tensor
 
 
+@uncompiled
 def linear_row_loss(
     input: Tensor,  # [..., D]
     linear_weight: Tensor,  # [shard_size, D]
@@ -129,7 +130,8 @@ class _RowLoss:
     ) -> tuple[tuple[Tensor, ...], Coefficients | None]:
         logprob = torch.where(targets.valid, normalizer.target_logprob, 0.0)
         found = [logprob, normalizer.lse, *((normalizer.entropy,) if self.needs_entropy else ())]
-        with torch.enable_grad():
+        # What autograd keeps of `fn` is for right here. A checkpoint around the loss would take it for the loss's own.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             leaves = [row.detach().requires_grad_(upstream is not None or self.trained) for row in found]
             logprob, lse, entropy = (*leaves, None)[:3]
             rows: object = self.fn(RowStatistics(logprob, entropy, lse), *(data[index] for data in self.row_data))
@@ -150,3 +152,7 @@ class _RowLoss:
         return values, Coefficients(
             of_lse - of_logprob, target=-of_logprob, entropy=of_entropy if self.needs_entropy else None
         )
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

@@ -115,7 +115,8 @@ class SequenceParallelRows:
             index = [torch.where(offset < count, start + offset, -1) for start, count in zip(starts, rows, strict=True)]
             self.chunks.append(torch.cat(index).to(input.device))
         self._ahead: tuple[int, Pending] | None = None
-        self._grads: list[Pending] = []
+        self._grad: Tensor | None = None
+        self._reduced: tuple[slice, Pending] | None = None  # of the chunk before
 
     def _gather(self, chunk: int) -> Pending:
         return all_gather(self._shard, pad_rows(self._input[self._slices[chunk]], self._widths[chunk]))
@@ -127,13 +128,20 @@ class SequenceParallelRows:
         return gathered
 
     def reduce(self, chunk: int, grad: Tensor) -> None:
-        self._grads.append(reduce_scatter(self._shard, grad.to(self._input.dtype)))
+        self._take_reduced()  # long done; what it holds is the size of the group's dH of a chunk
+        self._reduced = self._slices[chunk], reduce_scatter(self._shard, grad.to(self._input.dtype))
+
+    def _take_reduced(self) -> Tensor:
+        if self._grad is None:
+            self._grad = torch.zeros_like(self._input, memory_format=torch.contiguous_format)
+        if self._reduced is not None:
+            rows, pending = self._reduced
+            self._grad[rows] = pending.wait()[: rows.stop - rows.start]
+            self._reduced = None
+        return self._grad
 
     def input_grad(self) -> Tensor:
-        out = torch.zeros_like(self._input, memory_format=torch.contiguous_format)
-        for rows, pending in zip(self._slices, self._grads, strict=True):
-            out[rows] = pending.wait()[: rows.stop - rows.start]
-        return out
+        return self._take_reduced()
 
     def in_order(self, parts: Sequence[Tensor]) -> Tensor:
         out = parts[0].new_zeros(sum(self._rows) + 1)  # the last takes the filler rows

@@ -21,6 +21,7 @@ class Targets:
     """
 
     def __init__(self, target: Tensor, start: int, stop: int, ignore_index: int) -> None:
+        target = target.to(torch.int64)  # an int8 is never compared with 300, which torch would wrap to its 8 bits
         self.ids = target
         self.valid = target != ignore_index
         self.owned = self.valid & (target >= start) & (target < stop)

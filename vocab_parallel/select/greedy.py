@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vocab_parallel.collectives import uncompiled
 from vocab_parallel.select.order import select_best
 from vocab_parallel.shard import VocabShard
 
 
+@uncompiled
 def greedy(
     logits: Tensor,  # [..., shard_size] floating, this rank's
     *,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from vocab_parallel.collectives import uncompiled
 from vocab_parallel.select.order import select_best
 from vocab_parallel.shard import VocabShard
 
@@ -17,6 +18,7 @@ class TopK(NamedTuple):
     token_ids: Tensor
 
 
+@uncompiled
 def top_k(
     logits: Tensor,  # [..., shard_size] floating, this rank's
     k: int,

@@ -61,7 +61,7 @@ def statistics(
         expected: Also `sum exp(z - m) (z - m)`, to which z = -inf adds 0.
         top: Also the second largest z (two equal maxima: the same; one column: -inf) and the first column of the
             largest (-0.0 equals 0.0).
-        in_place: Replace x by `exp(z - m)`, times the softcap's slope `1 - tanh²(x / softcap)`, in its own dtype.
+        in_place: Replace x by `exp(z - m)`, in its own dtype.
         target: Also z of this column of each row, as the other statistics see it: 0 where it is negative.
 
     Returns:
@@ -120,7 +120,7 @@ def statistics_kernel(
     if target_score is not None:  # before this row is overwritten; 0 has the score 0
         at = tl.load(target + row).to(tl.int64)
         raw = tl.load(logits + at * column_stride, mask=at >= 0, other=0.0).to(FLOAT)
-        tl.store(target_score + row, _score(raw, inner, outer, CAPPED, TEMPERED)[0])
+        tl.store(target_score + row, _score(raw, inner, outer, CAPPED, TEMPERED))
 
     # m, s, shifted sum, expected, second, argmax
     lowest = tl.full([], -float("inf"), FLOAT)
@@ -131,21 +131,21 @@ def statistics_kernel(
     # columns come apart. They come first, since a row that is held whole is written relative to the final m.
     even = columns // 16 * 16
     if even < columns:
-        tail = _load(logits, even, columns, column_stride, inner, outer, CAPPED, TEMPERED, True, 16)[0]
+        tail = _load(logits, even, columns, column_stride, inner, outer, CAPPED, TEMPERED, True, 16)
         state = _fold(state, tail, even, columns, 0, SHIFTED, EXPECTED, TOP, True, 16)
     seen = columns - even
     if WHOLE:
-        z, slope = _load(logits, 0, even, column_stride, inner, outer, CAPPED, TEMPERED, True, BLOCK)
+        z = _load(logits, 0, even, column_stride, inner, outer, CAPPED, TEMPERED, True, BLOCK)
         state = _fold(state, z, 0, even, seen, SHIFTED, EXPECTED, TOP, True, BLOCK)
         if IN_PLACE:
-            _store(logits, 0, even, column_stride, z, slope, state[0], CAPPED, True, BLOCK)
+            _store(logits, 0, even, column_stride, z, state[0], True, BLOCK)
     else:
         full = even // BLOCK * BLOCK
         for start in range(0, full, BLOCK):
-            block = _load(logits, start, even, column_stride, inner, outer, CAPPED, TEMPERED, False, BLOCK)[0]
+            block = _load(logits, start, even, column_stride, inner, outer, CAPPED, TEMPERED, False, BLOCK)
             state = _fold(state, block, start, even, seen + start, SHIFTED, EXPECTED, TOP, False, BLOCK)
         if full < even:
-            rest = _load(logits, full, even, column_stride, inner, outer, CAPPED, TEMPERED, True, BLOCK)[0]
+            rest = _load(logits, full, even, column_stride, inner, outer, CAPPED, TEMPERED, True, BLOCK)
             state = _fold(state, rest, full, even, seen + full, SHIFTED, EXPECTED, TOP, True, BLOCK)
         if IN_PLACE:
             for start in range(0, full, BLOCK):
@@ -172,25 +172,22 @@ def _load(
     logits, start, stop, column_stride, inner, outer,
     CAPPED: tl.constexpr, TEMPERED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The columns `start` to `start + BLOCK` of a row as scores, -inf from `stop` on, and their slopes."""
+    """The columns `start` to `start + BLOCK` of a row as scores, -inf from `stop` on."""
     column = start + tl.arange(0, BLOCK)
     pointer = logits + column.to(tl.int64) * column_stride
     raw = tl.load(pointer, mask=column < stop, other=0.0) if MASKED else tl.load(pointer)
-    z, slope = _score(raw.to(inner.dtype), inner, outer, CAPPED, TEMPERED)
+    z = _score(raw.to(inner.dtype), inner, outer, CAPPED, TEMPERED)
     if MASKED:
         z = tl.where(column < stop, z, -float("inf"))
-    return z, slope
+    return z
 
 
 @triton.jit
-def _store(
-    logits, start, stop, column_stride, z, slope, m, CAPPED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _store(logits, start, stop, column_stride, z, m, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the exponentials of scores over the logits that they came from."""
     column = start + tl.arange(0, BLOCK)
     pointer = logits + column.to(tl.int64) * column_stride
-    e = tl.exp(z - _shift(m))
-    value = (e * slope if CAPPED else e).to(logits.dtype.element_ty)
+    value = tl.exp(z - _shift(m)).to(logits.dtype.element_ty)
     if MASKED:
         tl.store(pointer, value, mask=column < stop)
     else:
@@ -203,8 +200,8 @@ def _rewrite(
     CAPPED: tl.constexpr, TEMPERED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`_load`, then `_store`."""
-    z, slope = _load(logits, start, stop, column_stride, inner, outer, CAPPED, TEMPERED, MASKED, BLOCK)
-    _store(logits, start, stop, column_stride, z, slope, m, CAPPED, MASKED, BLOCK)
+    z = _load(logits, start, stop, column_stride, inner, outer, CAPPED, TEMPERED, MASKED, BLOCK)
+    _store(logits, start, stop, column_stride, z, m, MASKED, BLOCK)
 
 
 @triton.jit
@@ -235,19 +232,17 @@ def _fold(
 
 @triton.jit
 def _score(raw, inner, outer, CAPPED: tl.constexpr, TEMPERED: tl.constexpr):
-    """Scores, and their slope `1 - tanh²` if CAPPED."""
+    """Scores of raw logits."""
     if CAPPED:
-        tanh, slope = _tanh(raw * inner)
-        z = tanh * outer
+        z = _tanh(raw * inner) * outer
     else:
         z = raw * inner if TEMPERED else raw
-        slope = z
-    return z, slope
+    return z
 
 
 @triton.jit
 def _tanh(x):
-    """`tanh x` and `1 - tanh² x`, both to a few units in the last place.
+    """`tanh x`, to a few units in the last place.
 
     Near 0 `1 - exp(-2x)` would cancel: there a polynomial, or a quotient of two for float64 (Moshier's Cephes).
     """
@@ -263,7 +258,7 @@ def _tanh(x):
         tail = (-5.70498872745e-3 * y + 2.06390887954e-2) * y - 5.37397155531e-2
         tail = (tail * y + 1.33314422036e-1) * y - 3.33332819422e-1
     far = (1.0 - e) * inverse
-    return tl.where(size < 0.625, x + x * y * tail, tl.where(x < 0.0, -far, far)), 4.0 * e * inverse * inverse
+    return tl.where(size < 0.625, x + x * y * tail, tl.where(x < 0.0, -far, far))
 
 
 @triton.jit
