@@ -17,8 +17,8 @@ from vocab_parallel.loss.checks import check_positive
 from vocab_parallel.loss.distill_checks import check_teacher
 from vocab_parallel.loss.distill_loop import DistillCall, Student
 from vocab_parallel.loss.divergence import Divergence, Merged
-from vocab_parallel.loss.linear import _autocast, chunk_rows, prepare
-from vocab_parallel.loss.normalizer import _not_finite
+from vocab_parallel.loss.linear import autocast, chunk_rows, prepare
+from vocab_parallel.loss.normalizer import not_finite
 from vocab_parallel.loss.options import LossOptions, Scores
 from vocab_parallel.loss.rows import row_numbers
 from vocab_parallel.loss.wide_mean import WideMean
@@ -99,7 +99,7 @@ def linear_distillation(
     between = Divergence(divergence, beta, options.scores, Scores(teacher_softcap, temperature))
     name = f"linear_distillation({options}, {between})"
     with WideMean(shard, mean_group, name) as wide:
-        teacher_input, teacher_weight, teacher_bias = _autocast(teacher_input, teacher_weight, teacher_bias)
+        teacher_input, teacher_weight, teacher_bias = autocast(teacher_input, teacher_weight, teacher_bias)
         teacher = (teacher_input, teacher_weight, teacher_bias)
 
         def check() -> None:
@@ -205,4 +205,4 @@ def _require_finite(
 
 def _describe(words: list[float]) -> NonFiniteError:
     whose = "of the student" if words[4] == 0 else "of the teacher"
-    return NonFiniteError(f"{whose}: {_not_finite(1, words[:4])}")
+    return NonFiniteError(f"{whose}: {not_finite(1, words[:4])}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from vocab_parallel.agreement import Exchange, raise_deferred
 from vocab_parallel.arguments import target_found
 from vocab_parallel.collectives import apply
-from vocab_parallel.loss.fused import FusedCall, _Gradients, _hand_over, _Rows
+from vocab_parallel.loss.fused import CallRows, FusedCall, HeadGradients, hand_over
 from vocab_parallel.loss.options import LossOptions
 
 
@@ -71,7 +71,7 @@ class Student:
     """
 
     def __init__(
-        self, call: DistillCall, rows: _Rows, input: Tensor, weight: Tensor, bias: Tensor | None,
+        self, call: DistillCall, rows: CallRows, input: Tensor, weight: Tensor, bias: Tensor | None,
         needs: Sequence[bool], tensors: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
         self.call, self.rows = call, rows
@@ -79,7 +79,7 @@ class Student:
         self.plan, self.shard = self.head.plan, call.fused.shard
         self.data = rows.data[:-1] if call.weighted else rows.data
         self.dtype = torch.promote_types(input.dtype, torch.float32)
-        self.gradients = _Gradients(self.head, weight, bias, needs) if any(needs) else None
+        self.gradients = HeadGradients(self.head, weight, bias, needs) if any(needs) else None
         self._teacher = call.teacher(self, tensors)
 
     def exchange(self, chunk: int, payload: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class _Reduced(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: DistillCall, *tensors: Tensor | None
     ) -> Tensor:
         needs, wide = _needs(ctx, call), call.fused.wide
-        rows = _Rows.of(call.fused, input, weight, bias, needs)
+        rows = CallRows.of(call.fused, input, weight, bias, needs)
         student = Student(call, rows, input, weight, bias, needs, tensors)
         plan, count, gradients = student.plan, student.head.targets.count, student.gradients
         scale = torch.ones_like(count, dtype=student.dtype)
@@ -164,7 +164,7 @@ class _Reduced(torch.autograd.Function):
         factor, call = grad * scale, ctx.call.fused
         grads = (
             None if grad_input is None else (grad_input * (grad * input_scale)).to(of_input),
-            None if grad_weight is None else _hand_over(call.main_grad_of, grad_weight, factor, of_weight),
+            None if grad_weight is None else hand_over(call.main_grad_of, grad_weight, factor, of_weight),
             None if grad_bias is None else (grad_bias * factor).to(of_bias),
         )
         raise_deferred(call.shard)
@@ -179,7 +179,7 @@ class _PerRow(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: DistillCall, *tensors: Tensor | None
     ) -> Tensor:
         needs = _needs(ctx, call)
-        rows = _Rows.of(call.fused, input, weight, bias, needs)
+        rows = CallRows.of(call.fused, input, weight, bias, needs)
         student = Student(call, rows, input, weight, bias, [], tensors)
         plan = student.plan
         values, kept = zip(*(student.forward(chunk, None) for chunk in range(len(plan.chunks))), strict=True)
@@ -196,7 +196,7 @@ class _PerRow(torch.autograd.Function):
         input, weight, bias, target, *rest = ctx.saved_tensors
         count = len(call.fused.row_data)
         data, tensors, kept = rest[:count], rest[count : count + own], rest[count + own :]
-        rows = _Rows(call.fused, make_plan, target, None, tuple(data))
+        rows = CallRows(call.fused, make_plan, target, None, tuple(data))
         student = Student(call, rows, input, weight, bias, needs, tensors)
         gradients = student.gradients
         assert gradients is not None
@@ -208,7 +208,7 @@ class _PerRow(torch.autograd.Function):
             student.plan.input_grad().view(input.shape) if needs[0] else None,
             None
             if gradients.weight is None
-            else _hand_over(call.fused.main_grad_of, gradients.weight, one, weight.dtype),
+            else hand_over(call.fused.main_grad_of, gradients.weight, one, weight.dtype),
             None if gradients.bias is None else gradients.bias.to(bias.dtype),
         )
         return *grads, *[None] * (len(ctx.needs_input_grad) - 3)

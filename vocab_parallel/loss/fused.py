@@ -77,10 +77,10 @@ class Reduced(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: FusedCall, options: LossOptions
     ) -> Tensor:
         needs = [call.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        rows = _Rows.of(call, input, weight, bias, needs)
+        rows = CallRows.of(call, input, weight, bias, needs)
         head, objective = rows.head(input, weight, bias), rows.objective()
         plan, count = head.plan, head.targets.count
-        gradients = _Gradients(head, weight, bias, needs, call.tp_invariant) if any(needs) else None
+        gradients = HeadGradients(head, weight, bias, needs, call.tp_invariant) if any(needs) else None
         scale = torch.ones_like(count, dtype=torch.promote_types(input.dtype, torch.float32))
         if options.reduction == "mean" and call.wide.size == 1:
             scale = scale / count.clamp(min=1)
@@ -113,7 +113,7 @@ class Reduced(torch.autograd.Function):
         factor = grad * scale
         grads = (
             None if grad_input is None else scaled(grad_input, grad * input_scale, of_input),
-            None if grad_weight is None else _hand_over(ctx.call.main_grad_of, grad_weight, factor, of_weight),
+            None if grad_weight is None else hand_over(ctx.call.main_grad_of, grad_weight, factor, of_weight),
             None if grad_bias is None else (grad_bias * factor).to(of_bias),
         )
         raise_deferred(ctx.call.shard)
@@ -126,7 +126,7 @@ class PerRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: FusedCall) -> tuple[Tensor, ...]:
         needs = [call.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        rows = _Rows.of(call, input, weight, bias, needs)
+        rows = CallRows.of(call, input, weight, bias, needs)
         head, objective = rows.head(input, weight, bias), rows.objective()
         plan = head.plan
         chunks = [head.forward(chunk, objective, None, None) for chunk in range(len(plan.chunks))]
@@ -147,9 +147,9 @@ class PerRow(torch.autograd.Function):
         raise_deferred(call.shard)
         input, weight, bias, target, soft, *rest = ctx.saved_tensors
         data, kept = rest[: len(call.row_data)], rest[len(call.row_data) :]
-        rows = _Rows(call, make_plan, target, soft, tuple(data))
+        rows = CallRows(call, make_plan, target, soft, tuple(data))
         head, objective = rows.head(input, weight, bias), rows.objective()
-        gradients = _Gradients(head, weight, bias, needs, call.tp_invariant)
+        gradients = HeadGradients(head, weight, bias, needs, call.tp_invariant)
         of_rows = Normalizer(**dict(zip(names, kept, strict=True)))
         upstream = [head.plan.whole(grad.reshape(-1).to(of_rows.maximum.dtype).contiguous()) for grad in grads]
         for chunk, index in enumerate(head.plan.chunks):
@@ -162,14 +162,14 @@ class PerRow(torch.autograd.Function):
         one = torch.ones_like(upstream[0][:1].sum())
         return (
             head.plan.input_grad().view(input.shape) if needs[0] else None,
-            None if gradients.weight is None else _hand_over(call.main_grad_of, gradients.weight, one, weight.dtype),
+            None if gradients.weight is None else hand_over(call.main_grad_of, gradients.weight, one, weight.dtype),
             None if gradients.bias is None else gradients.bias.to(weight.dtype),
             None,
         )
 
 
 @dataclass(frozen=True)
-class _Rows:
+class CallRows:
     """The rows of a call: how to plan them, and what belongs to each of all T rows of the group."""
 
     call: FusedCall
@@ -182,7 +182,7 @@ class _Rows:
     opened: bool = False
 
     @classmethod
-    def of(cls, call: FusedCall, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> _Rows:
+    def of(cls, call: FusedCall, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> CallRows:
         flat = input.reshape(-1, input.shape[-1])
         words = (
             f"{call.name}, input {_shape(input, call.sequence_parallel)}, weight {_shape(weight)}, "
@@ -226,7 +226,7 @@ def _plan(call: FusedCall, flat: Tensor, words: str, check: Tensor) -> tuple[Cal
     return partial(SequenceParallelRows, shard=shard, chunk_size=call.chunk_size, rows=counts, local_target=local), True
 
 
-class _Gradients:
+class HeadGradients:
     """dW and db of this rank, with an accumulator for each range of ids."""
 
     def __init__(
@@ -261,7 +261,7 @@ class _Gradients:
             of_weight.copy_(part)
 
 
-def _hand_over(parameter: Tensor | None, grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def hand_over(parameter: Tensor | None, grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """What autograd gets: dW; or zeros, with dW added to the parameter's float32 `main_grad` as Megatron's layers do.
 
     The zeros take no memory. They make the host's hooks fire, and a tied embedding's gradient can add to them.

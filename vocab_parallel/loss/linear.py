@@ -170,7 +170,7 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor | None, FusedCall]:  # fmt: skip
     """Checks a fused operation's arguments and describes it; a fault is raised on every rank."""
     parameter = weight
-    input, weight, bias = _autocast(input, weight, bias)
+    input, weight, bias = autocast(input, weight, bias)
 
     def check() -> None:
         options.check()
@@ -229,7 +229,7 @@ def _takes_main_grad(parameter: Tensor, used: Tensor) -> bool:
     return used is parameter and isinstance(main_grad, Tensor) and hasattr(parameter, "grad_added_to_main_grad")
 
 
-def _autocast(*tensors: Any) -> Any:
+def autocast(*tensors: Any) -> Any:
     """What `torch.autocast` would do to a linear layer's arguments."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not torch.is_autocast_enabled(device):

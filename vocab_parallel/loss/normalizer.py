@@ -260,10 +260,11 @@ def require_finite(
     number = at + rows.start if isinstance(rows, range) else rows.index_select(0, here)[0]
     value = normalizer.maximum.index_select(0, here)[0]
     words = torch.stack([at.double(), number.double(), value.double(), part.double()])
-    judge(shard, words, error=NonFiniteError, describe=partial(_not_finite, len(gathered) // shard.tp_size))
+    judge(shard, words, error=NonFiniteError, describe=partial(not_finite, len(gathered) // shard.tp_size))
 
 
-def _not_finite(parts_a_rank: int, words: list[float]) -> NonFiniteError:
+def not_finite(parts_a_rank: int, words: list[float]) -> NonFiniteError:
+    """The error of a row, from what `judge` read: flag, row, maximum, and which payload it came from."""
     _, row, value, part = words
     if value == -torch.inf:
         what = "has no finite logit: every one of the vocabulary is -inf. Leave at least one id unmasked"
