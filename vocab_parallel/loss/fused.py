@@ -233,7 +233,10 @@ class HeadGradients:
         self, head: Head, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], leaves: bool = False
     ) -> None:
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
+        self.weight = None
+        if needs[1]:
+            self.weight = _accumulator(weight, dtype)
+            self.weight[sum(len(some.weight) for some in head.ranges) :] = 0.0  # padding rows
         self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needs[2] else None
         self._copies: list[tuple[Tensor, Tensor]] = []  # parts of dW, and the leaves that stand in for them
         self.ranges = [
@@ -259,6 +262,13 @@ class HeadGradients:
             some.finish()
         for of_weight, part in self._copies:
             of_weight.copy_(part)
+
+
+def _accumulator(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for dW; laid out as its transpose where a CPU forms that (see `RangeGradients`)."""
+    if weight.is_cuda or weight.dtype == dtype:
+        return torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    return weight.new_empty(*reversed(weight.shape), dtype=dtype).T
 
 
 def hand_over(parameter: Tensor | None, grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

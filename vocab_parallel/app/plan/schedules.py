@@ -9,9 +9,8 @@ from vocab_parallel.app.plan.cost import ROW_PASS_BYTES, Chunk, Machine, Message
 
 _HEADER = 64  # bytes in front of every exchange (see `agreement`)
 _WORDS = 3  # statistics of a row: maximum, sum, target score
-# Elements of a float32 copy of narrow numbers that is held at a time; on a CPU of a narrow dW product, as formed and
-# transposed.
-_BLOCK, _BLOCK_ELSEWHERE, _PRODUCT = 1 << 18, 1 << 26, 1 << 19
+# Elements of a float32 copy of narrow numbers that is held at a time; on a CPU of a narrow dW product and its copy.
+_BLOCK, _BLOCK_ELSEWHERE, _PRODUCT = 1 << 18, 1 << 26, 1 << 21
 
 
 def exchange_bytes(work: Workload, rows: int) -> int:
@@ -40,9 +39,8 @@ def fused_memory(work: Workload, rows: int, own_rows: int, *, on_cpu: bool = Fal
         "exchange": (2 * work.tp + 1) * exchange_bytes(work, rows) if work.tp > 1 else 0,
     }
     scaled = kept | {
-        "dW": work.itemsize * work.stored * work.hidden,
+        "dW": work.itemsize * work.stored * work.hidden * narrow,
         "scaled dW": work.wide * min(work.stored * work.hidden, _BLOCK if on_cpu else _BLOCK_ELSEWHERE) * narrow,
-        "scaled dH": work.itemsize * own_rows * work.hidden,
     }
     return max(loop, scaled, key=lambda items: sum(items.values()))
 
@@ -56,7 +54,7 @@ def _workspace(work: Workload, rows: int, on_cpu: bool) -> int:
         return products
     if not on_cpu:
         return products + work.real * row
-    formed = 2 * work.itemsize * min(work.real * work.hidden, _PRODUCT)
+    formed = (work.itemsize + work.wide) * min(work.real * work.hidden, _PRODUCT)
     return max(rows * row + block, products + rows * row + formed)
 
 
