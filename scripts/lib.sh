@@ -8,8 +8,8 @@ VENV=$ROOT/.venv
 INSTALLED=$VENV/vocab-parallel-installed
 # Says that these scripts made the folder, so they may delete it.
 OURS=$VENV/vocab-parallel-made-this
-# A CPU build of torch, Triton and all pins take about 2.5 GB, pip's unpacking the rest.
-NEEDED_MB=4000
+# A CPU build of torch, Triton and all pins take about 3 GB, pip's unpacking the rest.
+NEEDED_MB=4500
 
 setup() { # setup SET: SET names requirements/SET.txt
   local set=$1 python
@@ -43,7 +43,8 @@ fingerprint() { # of what set $1 installs and where: the commands in a venv hold
   {
     printf '%s\n' "$VENV"
     sed '/^\[tool/,$d' pyproject.toml
-    cat "$(pins quickstart)" "$(pins "$1")" "$(pins data)"
+    printf '%s\n' "$1"
+    cat requirements/*.txt
   } | cksum | tr ' ' '-'
 }
 
@@ -94,6 +95,7 @@ install() { # install SET PYTHON
   say "Installing requirements/$set.txt (once, a minute or two) ..."
   pip_install -r "$(pins "$set")"
   pip_install --no-deps -r "$(pins data)"
+  if [[ -f $(pins "$set-data") ]]; then pip_install --no-deps -r "$(pins "$set-data")"; fi
   pip_install --no-deps --no-build-isolation --editable .
   "$VENV/bin/python" -c 'import torch' || die "torch is installed but cannot be imported (see above)."
   # Every set includes quickstart.txt, so any of them brings the quickstart's.

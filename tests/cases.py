@@ -24,14 +24,6 @@ MAX_TP = 4
 
 # part of the package that brings the operation -> {case id: the missing operation}
 WAITING: dict[str, dict[str, str]] = {
-    "hosts": {
-        "W03": "gradient of a tied weight over pipeline and data parallel ranks",
-        "W10": "replicas of a tied weight on the first and last stage",
-        "W11": "ZeRO stages 1 to 3 (its losses at stage 0 are checked with W01)",
-        "W12": "middle stages of a pipeline with a tied weight",
-        "C04": "padding of a ZeRO partition",
-        "R02": "growing a vocabulary under ZeRO-3",
-    },
     "migration": {
         "R01": "growing a vocabulary with its optimizer state",
     },

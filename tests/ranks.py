@@ -35,7 +35,14 @@ LEAVE_TOGETHER = 1.0  # seconds a finished rank keeps its connections open for p
 STACK_LIMIT = 5.0  # seconds a hung rank has to write its stacks
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "vocab_parallel", "vocab_parallel.checkpoint"])
+_preloaded = ["torch", "torch.distributed", "pytest", "vocab_parallel", "vocab_parallel.checkpoint"]
+_context.set_forkserver_preload(_preloaded)
+
+
+def preload(*modules: str) -> None:
+    """Has the server import more, so that ranks need not. Before the first call of `run_ranks`."""
+    _preloaded.extend(module for module in modules if module not in _preloaded)
+    _context.set_forkserver_preload(_preloaded)
 
 
 class RankError(NamedTuple):

@@ -17,6 +17,7 @@ from vocab_parallel.errors import (
     UngatheredWeightError,
     VocabParallelError,
 )
+from vocab_parallel.gradient_norm import clip_gradients_
 from vocab_parallel.head import VocabParallelLMHead
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.loss import (
@@ -34,6 +35,7 @@ from vocab_parallel.loss import (
     linear_topk_distillation,
     token_logprobs,
 )
+from vocab_parallel.pipeline_tie import PipelineTie
 from vocab_parallel.select import TopK, greedy, top_k
 from vocab_parallel.shard import Traffic, VocabShard
 from vocab_parallel.tying import tie_weights, verify_tied, vocab_parameters
@@ -46,6 +48,7 @@ __all__ = [
     "LayoutMismatchError",
     "LogProbs",
     "NonFiniteError",
+    "PipelineTie",
     "RowOutputs",
     "RowStatistics",
     "TargetRangeError",
@@ -60,6 +63,7 @@ __all__ = [
     "VocabParallelLMHead",
     "VocabShard",
     "chunk_rows",
+    "clip_gradients_",
     "cross_entropy",
     "greedy",
     "kl_div",

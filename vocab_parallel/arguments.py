@@ -49,6 +49,24 @@ def check_weight(weight: object, shard: VocabShard) -> None:
         )
 
 
+def local_rows(weight: Tensor, shard: VocabShard) -> Tensor:
+    """A weight `[shard_size, ...]` as a plain tensor, also where a host holds it as a DTensor (FSDP2); differentiable.
+
+    Raises:
+        UngatheredWeightError: The host has it sharded over data-parallel ranks too; on every rank of the group.
+    """
+    if not hasattr(weight, "to_local"):  # a DTensor, whose import takes long
+        return weight
+    local: Tensor = weight.to_local()
+    if len(local) != shard.shard_size:
+        raise UngatheredWeightError(
+            f"the weight has {len(local)} of this rank's {shard.shard_size} rows: it is sharded over data-parallel "
+            "ranks and must be gathered first. Use it inside the forward of the module that fully_shard was called on, "
+            "or between that forward and its backward with reshard_after_forward=False."
+        )
+    return local
+
+
 def check_head(input: object, weight: Tensor, bias: Tensor | None, shard: VocabShard) -> None:
     """Raises unless `input` `[..., D]` can be projected by this shard's `weight` `[shard_size, D]` and `bias`."""
     check_weight(weight, shard)

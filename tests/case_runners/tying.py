@@ -5,20 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.batch import assert_all_raise, attempt
 from tests.case_runners.common import Expected, Ranks, joined, replicated, same_bits
 from tests.cases import Case, as_target, as_tensor, assert_close, load_cases, local_part
 from vocab_parallel import (
+    PipelineTie,
     VocabParallelEmbedding,
     VocabParallelLMHead,
+    collectives,
     linear_cross_entropy,
     tie_weights,
     verify_tied,
     vocab_parallel_embedding,
     vocab_parameters,
 )
+from vocab_parallel.shard import RankGroup
 
 
 class Tied(nn.Module):
@@ -161,17 +165,134 @@ def check_tied_mismatch(case: Case, dtype: str, tp: int, expect: Expected, seen:
 
 def observe_untied_load(case: Case, dtype: torch.dtype, ranks: Ranks) -> bool:
     """A model that is not tied loads two keys with one tensor: its weights stay two."""
-    model = Tied(case, dtype, ranks, 2, tie=False)
-    table = model.local([[float(row), 1.0] for row in range(4)])
-    model.load_state_dict({"embedding.weight": table, "lm_head.weight": table.view_as(table)})
-    before = model.embedding.weight.detach().clone()
-    with torch.no_grad():
-        model.lm_head.weight += 1.0
-    moved = same_bits(model.lm_head.weight.detach(), before + 1.0)
-    return moved and same_bits(model.embedding.weight.detach(), before)
+    apart = True
+    for assign in (False, True):
+        model = Tied(case, dtype, ranks, 2, tie=False)
+        table = model.local([[float(row), 1.0] for row in range(4)])
+        state = {"embedding.weight": table, "lm_head.weight": table.view_as(table)}
+        model.load_state_dict(state, assign=assign)
+        verify_tied(model, required=False)
+        before = model.embedding.weight.detach().clone()
+        with torch.no_grad():
+            model.lm_head.weight += 1.0
+        apart &= same_bits(model.lm_head.weight.detach(), before + 1.0)
+        apart &= same_bits(model.embedding.weight.detach(), before)
+    return apart
 
 
 def check_untied_load(case: Case, dtype: str, tp: int, expect: Expected, seen: list[bool]) -> None:
     assert case.inputs == {"shared_storage_state": True, "config_tied": False}
     assert expect.take("after") == "adding 1 to head leaves embed unchanged"
     assert seen == [True] * tp
+
+
+def observe_stages_and_data_parallel(case: Case, dtype: torch.dtype, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Two stages with a copy each, two data-parallel ranks of each: the exchange before and after their reduction."""
+    stage, replica = divmod(ranks.rank, 2)
+    stages = [dist.new_group([0, 2]), dist.new_group([1, 3])][replica]
+    replicas = RankGroup([dist.new_group([0, 1]), dist.new_group([2, 3])][stage])
+    seen = {}
+    for order in ("exchange, then mean", "mean, then exchange", "exchange, then mean by parts"):
+        weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+        weight.grad = torch.full((2,), case.inputs[f"g_pp{stage}_dp{replica}"], dtype=dtype)
+        tie = PipelineTie(weight, stages)
+        tie.start()
+        if order.startswith("exchange"):
+            tie.reduce_gradients()
+        if order.endswith("parts"):  # as a distributed optimizer does: each replica keeps one entry
+            part = collectives.reduce_scatter(replicas, weight.grad).wait() / 2
+            weight.grad = collectives.all_gather(replicas, part).wait().flatten()
+        else:
+            weight.grad = collectives.all_reduce_(replicas, weight.grad).wait() / 2
+        if order.startswith("mean"):
+            tie.reduce_gradients()
+        seen[order] = weight.grad
+    return seen
+
+
+def check_stages_and_data_parallel(
+    case: Case, dtype: str, tp: int, expect: Expected, seen: list[dict[str, torch.Tensor]]
+) -> None:
+    wanted = expect.take("final_on_every_rank")
+    for order in seen[0]:
+        value = replicated(f"{case.id}: {order}", [one[order] for one in seen])
+        assert_close(value, [wanted, wanted], case, dtype, order)
+
+
+def _other_stage(rank: int, tp: int) -> int:
+    return rank + tp if rank // tp % 2 == 0 else rank - tp
+
+
+def observe_replicas(case: Case, dtype: torch.dtype, ranks: Ranks) -> dict[str, list[torch.Tensor]]:
+    """AdamW steps on two pipeline stages with a copy each, of `tp` ranks; four ranks are two such pipelines at tp 1."""
+    stage, peer = ranks.rank // ranks.tp % 2, _other_stage(ranks.rank, ranks.tp)
+    pairs = sorted({tuple(sorted((rank, _other_stage(rank, ranks.tp)))) for rank in range(ranks.world)})
+    groups = {pair: dist.new_group(list(pair)) for pair in pairs}
+    shard = ranks.shard(case, 6)
+    module = (VocabParallelLMHead if stage else VocabParallelEmbedding)(3, shard=shard, dtype=dtype)
+    module.reset_parameters(seed=stage, std=1.0)
+    gain = nn.Parameter(torch.ones(3, dtype=dtype))  # replicated over the tensor-parallel ranks
+    tie = PipelineTie(module.weight, groups[tuple(sorted((ranks.rank, peer)))], stages=2)
+    tie.start()
+    optimizer = torch.optim.AdamW([module.weight, gain], lr=0.1)
+    ids, target = torch.tensor([1, 4, 4, 0]), torch.tensor([4, 0, 2, 5])
+    copies, gains = [], []
+    for _ in range(case.inputs["steps"]):
+        optimizer.zero_grad()
+        hidden = torch.zeros(4, 3, dtype=dtype)
+        if stage:
+            dist.recv(hidden, peer)
+            module.loss(hidden.requires_grad_() * gain, target).backward()
+            dist.send(hidden.grad, peer)
+        else:
+            rows = module(ids) * gain
+            dist.send(rows.detach(), peer)
+            dist.recv(hidden, peer)
+            rows.backward(hidden)
+        tie.reduce_gradients()
+        optimizer.step()
+        tie.verify(optimizer)
+        copies.append(module.weight.detach().clone())
+        gains.append(gain.detach().clone())
+    return {"copies": copies, "gains": gains}
+
+
+def check_replicas(
+    case: Case, dtype: str, tp: int, expect: Expected, seen: list[dict[str, list[torch.Tensor]]]
+) -> None:
+    assert expect.take("property").startswith("first-stage and last-stage copies bit-identical after every step")
+    for step in range(case.inputs["steps"]):
+        for rank in range(len(seen)):
+            if rank // tp % 2 == 0:
+                copies = [seen[at]["copies"][step] for at in (rank, rank + tp)]
+                replicated(f"{case.id}: copies after step {step}", copies)
+            first = rank - rank % tp
+            replicated(f"{case.id}: gain after step {step}", [seen[at]["gains"][step] for at in (first, rank)])
+        before = seen[0]["copies"][step - 1] if step else None
+        assert before is None or not same_bits(before, seen[0]["copies"][step]), "a step must move the copies"
+
+
+def observe_middle_stages(case: Case, dtype: torch.dtype, ranks: Ranks) -> Any:
+    """Four stages, of which the first and the last hold a copy."""
+    ends = case.inputs["ranks_with_embedding"]
+    group = dist.new_group(ends)
+    weight = nn.Parameter(torch.full((3, 2), float(ranks.rank + 1), dtype=dtype)) if ranks.rank in ends else None
+    tie = PipelineTie(weight, group if weight is not None else None, stages=case.inputs["pp"])
+    tie.start()
+    started = weight.detach().clone() if weight is not None else None
+    if weight is not None:
+        weight.grad = torch.full_like(weight, float(ranks.rank))
+    tie.reduce_gradients()
+    tie.verify()
+    return started, None if weight is None else weight.grad, tie.traffic.total_calls
+
+
+def check_middle_stages(case: Case, dtype: str, tp: int, expect: Expected, seen: list[Any]) -> None:
+    assert expect.take("property") == "ranks 1,2: no-op; 0 and 3 equal after broadcast"
+    ends = case.inputs["ranks_with_embedding"]
+    for rank, one in enumerate(seen):
+        assert rank in ends or one == (None, None, 0)
+    replicated(f"{case.id} weight", [seen[rank][0] for rank in ends])
+    assert_close(seen[ends[0]][0], [[1.0, 1.0]] * 3, case, dtype, "weight after the broadcast")
+    for rank in ends:
+        assert_close(seen[rank][1], [[3.0, 3.0]] * 3, case, dtype, "gradient")

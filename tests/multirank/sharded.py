@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.multirank.loss_case import OUTPUTS, SPREADS, Case, both, local, shard_of, surrogate, whole
-from tests.multirank.shared_world import Batch
+from tests.multirank.shared_world import Batch, two_sizes
 from tests.tolerances import RELATIVE, bits, require_close, require_equal
 from vocab_parallel import VocabShard, loss, reference
 
@@ -187,11 +187,21 @@ def assemble(case: Case, key: str, ranks: list[dict[str, Any]]) -> Tensor:
 
 
 class Cases(Batch):
-    """Cases that are run on ranks together and compared with the oracle one by one."""
+    """Cases that are run on ranks together and compared with the oracle one by one.
 
-    def __init__(self, cases: list[Case]) -> None:
-        super().__init__(run_case, [(case,) for case in cases])
+    Attributes:
+        each: Parametrizes a test with the cases.
+        each_on_two: Likewise, each with two numbers of ranks. Then they run on no others.
+    """
+
+    def __init__(self, cases: list[Case], *, on_two: bool = False) -> None:
+        super().__init__(run_case, [(case,) for case in cases], two_sizes if on_two else None)
         self.each = pytest.mark.parametrize("case", cases, ids=lambda case: case.name.replace(" ", "_"))
+        self.each_on_two = pytest.mark.parametrize(
+            ("case", "tp"),
+            self.pairs() if on_two else [],
+            ids=lambda one: getattr(one, "name", str(one)).replace(" ", "_"),
+        )
 
     def check(self, case: Case, tp: int) -> list[dict[str, Any]]:
         """Compares one case on `tp` ranks with the oracle, and returns what the ranks had."""

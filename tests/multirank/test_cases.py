@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.batch import run_batch
-from tests.case_runners import layouts, losses, selection, together, tying
+from tests.case_runners import deepspeed, layouts, losses, selection, together, tying
 from tests.case_runners.common import Expected, Ranks, Runner
 from tests.cases import active_cases, load_cases
 
@@ -46,11 +46,17 @@ RUNNERS: dict[str, Runner] = {
     "tied_load": Runner(tying.check_tied_load, tying.observe_tied_load),
     "tied_mismatch": Runner(tying.check_tied_mismatch, tying.observe_tied_mismatch),
     "untied_load": Runner(tying.check_untied_load, tying.observe_untied_load),
+    "pp_dp_tied_reduce": Runner(tying.check_stages_and_data_parallel, tying.observe_stages_and_data_parallel, world=4),
+    "replica_equal": Runner(tying.check_replicas, tying.observe_replicas, world=4),
+    "tied_middle_stage": Runner(tying.check_middle_stages, tying.observe_middle_stages, world=4),
     "fail_together": Runner(together.check_fail_together, together.observe_fail_together),
     "uneven_work": Runner(together.check_uneven_work, together.observe_uneven_work, world=4),
     "shape_agree": Runner(together.check_shape_agree, together.observe_shape_agree),
     "collective_count": Runner(together.check_collective_count, together.observe_collective_count),
     "collective_bytes": Runner(together.check_collective_bytes, together.observe_collective_bytes),
+    "zero_equal": Runner(deepspeed.check_zero_equal, deepspeed.observe_zero_equal, world=2),
+    "zero_padding": Runner(deepspeed.check_zero_padding, every_dtype=False),
+    "resize_zero3": Runner(deepspeed.check_resize_zero3, deepspeed.observe_resize_zero3, world=2, every_dtype=False),
     "zero3_empty_weight": Runner(together.check_empty_weight, together.observe_empty_weight),
 }
 

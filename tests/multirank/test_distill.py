@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from tests.batch import assert_all_raise, attempt
 from tests.multirank.counting import Allocations
-from tests.multirank.sharded import TP, Case, compare, shard_of, whole
+from tests.multirank.sharded import Case, compare, shard_of, whole
 from tests.multirank.sharded import local as student_part
-from tests.multirank.shared_world import Batch
+from tests.multirank.shared_world import Batch, two_sizes
 from tests.multirank.test_deferred_errors import no_host_reads
 from tests.multirank.test_traffic import Meter
 from tests.ranks import run_ranks
@@ -219,9 +219,14 @@ def oracle(case):
 class Cases(Batch):
     """Cases that are run on ranks together and compared with the oracle one by one."""
 
-    def __init__(self, cases):
-        super().__init__(run_case, [(case,) for case in cases])
+    def __init__(self, cases, on_two=False):
+        super().__init__(run_case, [(case,) for case in cases], two_sizes if on_two else None)
         self.each = pytest.mark.parametrize("case", cases, ids=lambda case: case.name.replace(" ", "_"))
+        self.each_on_two = pytest.mark.parametrize(
+            ("case", "tp"),
+            self.pairs() if on_two else [],
+            ids=lambda one: getattr(one, "name", str(one)).replace(" ", "_"),
+        )
 
     def check(self, case, tp):
         try:
@@ -276,12 +281,12 @@ PLAIN = Cases(
     + top_k("one id a row", 1)
     + top_k("every id", 9)
     + top_k("every id, one chunk, none", 9, options={"reduction": "none"}, bias=True)
-    + top_k("float32 log-probabilities", 4, teacher_dtype=torch.float32)
+    + top_k("float32 log-probabilities", 4, teacher_dtype=torch.float32),
+    on_two=True,
 )
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@PLAIN.each
+@PLAIN.each_on_two
 def test_values_and_gradients_equal_the_unsharded_ones(case, tp):
     PLAIN.check(case, tp)
 
@@ -344,12 +349,12 @@ EDGES = Cases(
     + each("float32, none", dtype=torch.float32, options={"reduction": "none"} | SCORES)
     + each("bfloat16, none", dtype=torch.bfloat16, bias=True, chunk_size=3, scale=1.0, options={"reduction": "none"})
     + heads("bfloat16 under a float32 teacher", dtype=torch.bfloat16, teacher_dtype=torch.float32, scale=1.0)
-    + each("float16", dtype=torch.float16, bias=True, chunk_size=3, scale=1.0)
+    + each("float16", dtype=torch.float16, bias=True, chunk_size=3, scale=1.0),
+    on_two=True,
 )
 
 
-@TP
-@EDGES.each
+@EDGES.each_on_two
 def test_offsets_infinities_confident_rows_and_narrow_dtypes(case, tp):
     EDGES.check(case, tp)
 

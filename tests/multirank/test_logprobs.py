@@ -71,12 +71,12 @@ EVERYWHERE = Cases(
             ["even", "uneven", "last has none", "only last has any"],
             [(True, 3, (7,)), (False, None, (7,)), (True, 5, (5, 2))],
         )
-    ]
+    ],
+    on_two=True,
 )
 
 
-@TP
-@EVERYWHERE.each
+@EVERYWHERE.each_on_two
 def test_values_and_both_gradients_equal_the_oracle(case, tp):
     EVERYWHERE.check(case, tp)
 

@@ -41,12 +41,12 @@ OPTIONS = Cases(
             f"{reduction} smoothing {smoothing} over {over}",
             options={"reduction": reduction, "label_smoothing": smoothing, "smoothing_over": over},
         )
-    ]
+    ],
+    on_two=True,
 )
 
 
-@TP
-@OPTIONS.each
+@OPTIONS.each_on_two
 def test_reductions_and_smoothing_equal_the_oracle_with_any_upstream_gradient(case, tp):
     OPTIONS.check(case, tp)
 
@@ -103,12 +103,12 @@ ROWS = Cases(
         *both("ignore_index 0", options={"ignore_index": 0, "reduction": "none"}),
         *both("ignore_index of the last rank", options={"ignore_index": 8}),
         *both("ignore_index -1", options={"ignore_index": -1, "reduction": "sum"}),
-    ]
+    ],
+    on_two=True,
 )
 
 
-@TP
-@ROWS.each
+@ROWS.each_on_two
 def test_ignored_rows_missing_rows_and_leading_shapes(case, tp):
     ranks = ROWS.check(case, tp)
     if case.ignored == "all" or 0 in case.leading:
@@ -127,12 +127,12 @@ CHUNKS = Cases(
             options={"reduction": reduction, "label_smoothing": 0.1},
         )
         for chunk_size, reduction in product([1, 2, 3, 6, 7, 100], ["none", "mean"])
-    ]
+    ],
+    on_two=True,
 )
 
 
-@TP
-@CHUNKS.each
+@CHUNKS.each_on_two
 def test_chunks_need_not_divide_the_rows(case, tp):
     CHUNKS.check(case, tp)
 
@@ -168,12 +168,12 @@ SPREAD = Cases(
             [True, False],
             [("mean", None), ("sum", 2), ("none", 3)],
         )
-    ]
+    ],
+    on_two=True,
 )
 
 
-@TP
-@SPREAD.each
+@SPREAD.each_on_two
 def test_sequence_parallel_rows_may_be_uneven_or_missing(case, tp):
     SPREAD.check(case, tp)
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tests.multirank.sharded import OUTPUTS, SPREADS, TP, Case, Cases
 from tests.ranks import RankFailure
 
-COUNT = int(os.environ.get("DRAWN_CASES", "64"))
+COUNT = int(os.environ.get("DRAWN_CASES", "32"))
 SEED = int(os.environ.get("DRAWN_SEED", "0"))
 BATCH = 64  # cases that share a world
 SMALLEST = Case("drawn")

@@ -35,12 +35,12 @@ OPTIONS = Cases(
         for (name, options), reduction in product(EACH.items(), ["none", "mean"])
         for case in both(f"{name}, {reduction}", options=options | {"reduction": reduction})
         if case.linear or reduction == "none"  # of logits, the reductions are sums of "none"
-    ]
+    ],
+    on_two=True,
 )
 
 
-@TP
-@OPTIONS.each
+@OPTIONS.each_on_two
 def test_each_option_equals_the_oracle(case, tp):
     OPTIONS.check(case, tp)
 
@@ -61,12 +61,12 @@ SOFT = Cases(
     + both("soft, layout 1 of 16", soft=True, vocab=1, multiple_of=4)
     + both("soft, no rows", soft=True, leading=(0,))
     + both("soft, leading [s, b]", soft=True, leading=(3, 2), options={"reduction": "none"})
-    + both("soft, ids equal to ignore_index are no matter", soft=True, options={"ignore_index": 0})
+    + both("soft, ids equal to ignore_index are no matter", soft=True, options={"ignore_index": 0}),
+    on_two=True,
 )
 
 
-@TP
-@SOFT.each
+@SOFT.each_on_two
 def test_a_distribution_as_target_is_read_where_its_ids_live(case, tp):
     SOFT.check(case, tp)
 
@@ -86,12 +86,12 @@ KL = Cases(
     + both("kl, no rows", function="kl_div", soft=True, leading=(0,))
     + both("kl, weighted", function="kl_div", soft=True, weighted=True, options={"reduction": "none"})
     + both("kl, scores", function="kl_div", soft=True, options={"softcap": 1.5, "temperature": 0.7})
-    + both("kl, V=1", function="kl_div", soft=True, vocab=1, options={"log_target": True})
+    + both("kl, V=1", function="kl_div", soft=True, vocab=1, options={"log_target": True}),
+    on_two=True,
 )
 
 
-@TP
-@KL.each
+@KL.each_on_two
 def test_the_divergence_from_a_sharded_distribution(case, tp):
     KL.check(case, tp)
 
@@ -103,12 +103,12 @@ WEIGHTED = Cases(
         for case in both(f"weighted, {reduction}", weighted=True, options={"reduction": reduction, "z_loss": 0.1})
     ]
     + both("weighted, every row ignored", weighted=True, ignored="all")
-    + both("weighted, leading [s, b]", weighted=True, leading=(3, 4), options={"label_smoothing": 0.2})
+    + both("weighted, leading [s, b]", weighted=True, leading=(3, 4), options={"label_smoothing": 0.2}),
+    on_two=True,
 )
 
 
-@TP
-@WEIGHTED.each
+@WEIGHTED.each_on_two
 def test_rows_have_weights_and_the_mean_is_over_valid_rows_whatever_their_weight(case, tp):
     WEIGHTED.check(case, tp)
 
@@ -144,12 +144,12 @@ SPREAD = Cases(
             "soft": {"weighted": True, "outputs": ("lse", "entropy"), "options": {"reduction": "none"}},
             "kl": {"function": "kl_div", "bias": True},
         }.items()
-    ]
+    ],
+    on_two=True,
 )
 
 
-@TP
-@SPREAD.each
+@SPREAD.each_on_two
 def test_what_follows_the_targets_rows_under_sequence_parallelism(case, tp):
     SPREAD.check(case, tp)
 
@@ -172,12 +172,12 @@ LOGPROBS = Cases(
         Case("row loss with outputs", function="row_loss", chunk_size=2, outputs=OUTPUTS),
         Case("row loss, all ignored", function="row_loss", ignored="all"),
         Case("row loss, no rows", function="row_loss", leading=(0,)),
-    ]
+    ],
+    on_two=True,
 )
 
 
-@TP
-@LOGPROBS.each
+@LOGPROBS.each_on_two
 def test_log_probabilities_and_entropies_and_losses_made_of_them(case, tp):
     LOGPROBS.check(case, tp)
 
@@ -197,12 +197,12 @@ OUT = Cases(
     + both("rows of a soft target", outputs=ROWS_ONLY, soft=True, grid=0.5)
     + [Case("all, logits masked", linear=False, outputs=OUTPUTS, masked=(0, 3, 4, 5, 8))]
     + [Case("all, one id left", linear=False, outputs=OUTPUTS, masked=(0, 1, 2, 3, 4, 5, 7, 8))]
-    + [Case("all, bias masked", bias=True, chunk_size=3, outputs=OUTPUTS, masked=(0, 3, 4, 5, 8))]
+    + [Case("all, bias masked", bias=True, chunk_size=3, outputs=OUTPUTS, masked=(0, 3, 4, 5, 8))],
+    on_two=True,
 )
 
 
-@TP
-@OUT.each
+@OUT.each_on_two
 def test_outputs_of_rows_ride_on_the_loss(case, tp):
     OUT.check(case, tp)
 
@@ -335,12 +335,12 @@ EDGES = Cases(
         for case in both(
             f"every id of {vocab} {settings.get('function', '')}", vocab=vocab, multiple_of=multiple_of, **settings
         )
-    ]
+    ],
+    on_two=True,
 )
 
 
-@TP
-@EDGES.each
+@EDGES.each_on_two
 def test_targets_at_every_edge_of_every_shard(case, tp):
     EDGES.check(case, tp)
 

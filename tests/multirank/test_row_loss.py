@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.batch import assert_all_raise, attempt
 from tests.multirank.counting import collectives
-from tests.multirank.sharded import TP, Case, call, local, shard_of, whole
-from tests.multirank.shared_world import Batch
+from tests.multirank.sharded import Case, call, local, shard_of, whole
+from tests.multirank.shared_world import Batch, two_sizes
 from tests.tolerances import require_close, require_equal
 from vocab_parallel import VocabLayout, VocabShard, loss, reference
 
@@ -272,12 +272,11 @@ SPREAD = [
         (True, "mean", 4, (7,)), (False, "sum", None, (7,)), (True, "none", 8, (5, 2)), (False, "none", 5, (7,)),
     ]
 ]  # fmt: skip
-ALL = Batch(_run, [(row,) for row in [*FUNCTIONS, *FURTHER, *BFLOAT16]])
+ALL = Batch(_run, [(row,) for row in [*FUNCTIONS, *FURTHER, *BFLOAT16]], two_sizes)
 ALL_SPREAD = Batch(_run, [(row,) for row in SPREAD])
 
 
-@TP
-@pytest.mark.parametrize("row", [row for (row,) in ALL.cases], ids=repr)
+@pytest.mark.parametrize(("row", "tp"), ALL.pairs(), ids=repr)
 def test_a_row_loss_equals_the_oracle_and_autograd_through_log_probabilities(row, tp):
     require_oracle(row, ALL(tp, row))
 

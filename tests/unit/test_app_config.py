@@ -66,6 +66,8 @@ def test_overrides_are_yaml_values() -> None:
         ("train.steps", "expected dotted.key=value"),
         ("train.steps=[1", "not valid YAML"),
         ("name.x=1", "name"),
+        ("host=deepsped", "plain, deepspeed, megatron, transformers, fsdp, got 'deepsped'; did you mean deepspeed?"),
+        ("host_config=zero1.json", "host_config: expected null with host=plain (deepspeed has one)"),
     ],
 )
 def test_a_bad_override_is_refused_by_name(override: str, words: str) -> None:

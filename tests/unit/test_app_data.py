@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -146,3 +147,20 @@ def test_the_default_corpus_is_the_standard_library() -> None:
     names = {path.name for path in files}
     assert {"argparse.py", "dataclasses.py"} <= names and files == sorted(files)
     assert not any("site-packages" in path.parts for path in files)
+
+
+def test_two_machines_that_build_one_corpus_at_a_time_get_the_same(texts: Path, tmp_path: Path) -> None:
+    other: list[Corpus] = []
+
+    class Overtaken(ByteVocabulary):
+        """Tokenises while another machine builds the whole corpus."""
+
+        def encode_batch(self, lines: Sequence[str], threads: int = 1) -> list[list[int]]:
+            other.append(corpus(texts, tmp_path))
+            return super().encode_batch(lines, threads)
+
+    config = DataConfig(vocab="bytes", paths=[str(texts)], validation_fraction=0.2, cache=str(tmp_path / "cache"))
+    found = open_corpus(config, Overtaken(), seed=0, say=lambda line: None)
+    assert len(other) == 1 and found.folder == other[0].folder
+    assert found.train.take(0, found.train.length).tolist() == other[0].train.take(0, found.train.length).tolist()
+    assert [path.name for path in found.folder.parent.iterdir()] == [found.folder.name]  # nothing is left aside

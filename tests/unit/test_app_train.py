@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ import torch.distributed as dist
 
 from tests.ranks import RankFailure, run_ranks
 from vocab_parallel import VocabLayout, VocabShard, reference
-from vocab_parallel.app import report, runlog
+from vocab_parallel.app import hosts, report, runlog
 from vocab_parallel.app.config import Config, GenerateConfig, ModelConfig, TrainConfig
 from vocab_parallel.app.generate import generate_ids
-from vocab_parallel.app.job import Job
+from vocab_parallel.app.job import Job, split_ranks
 from vocab_parallel.app.model import LanguageModel
+from vocab_parallel.app.optim import average_gradients_, learning_rate, make_optimizer, set_rate
 from vocab_parallel.app.oracle import check, whole_loss
-from vocab_parallel.app.train import clip_gradients, learning_rate
 from vocab_parallel.collectives import gather_vocab
 from vocab_parallel.errors import ConfigError, NonFiniteError
+from vocab_parallel.gradient_norm import clip_gradients_
 
 MODEL = ModelConfig(dim=16, layers=1, heads=2, context=8, head_bias=True)
 VOCAB = 101
@@ -45,7 +47,7 @@ def step_gradients(rank: int, tp: int, max_norm: float) -> dict[str, Any]:
     loss = model.loss(hidden, target, chunk_size=5)
     loss.backward()
     shard.traffic.reset()
-    norm = clip_gradients(model, max_norm)
+    norm = float(clip_gradients_(model, max_norm))
     calls = dict(shard.traffic.calls)
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name in ("embedding.weight", "lm_head.bias"):
@@ -92,7 +94,7 @@ def broken_gradient(rank: int) -> None:
         parameter.grad = torch.zeros_like(parameter)
     if rank == 1:
         model.embedding.weight.grad[0, 0] = math.nan
-    clip_gradients(model, 1.0)
+    clip_gradients_(model, 1.0)
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_an_error_on_all() -> None:
@@ -103,18 +105,66 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_an_error_on_all() -> None:
 
 
 def oracle_differences(rank: int, tp: int, spoil: float) -> list[float | None]:
-    _, model = make(tp)
+    shard, model = make(tp)
     input, target = batch()
     hidden = model(input)
     loss = model.loss(hidden, target) + spoil
     job = Job(rank, tp, rank, torch.device("cpu"), dist.group.WORLD if tp > 1 else None)
     flat = hidden.detach().flatten(0, 1)
     with_gradients = check(
-        job, model, flat, target.flatten(), loss.detach(), gradients=True, chunk_rows=3, chunk_size=4
+        job, shard, model.head(), flat, target.flatten(), loss.detach(), gradients=True, chunk_rows=3, chunk_size=4
     )
-    without = check(job, model, flat, target.flatten(), loss.detach(), gradients=False, chunk_rows=3, chunk_size=4)
+    without = check(
+        job, shard, model.head(), flat, target.flatten(), loss.detach(), gradients=False, chunk_rows=3, chunk_size=4
+    )
     assert without.gradient is None and without.loss == with_gradients.loss
     return [with_gradients.loss, with_gradients.gradient]
+
+
+def replica_step(rank: int, tp: int, replicas: int) -> dict[str, Any]:
+    """One step, each replica with its share of the batch, as the plain host makes it."""
+    world = tp * replicas
+    group = dist.group.WORLD if world > 1 else None
+    part, across = split_ranks(rank, world, tp, timedelta(seconds=20))
+    job = Job(rank, world, rank, torch.device("cpu"), group, across, part)
+    shard = job.shard(VOCAB, 8)
+    model = LanguageModel(MODEL, shard, seed=3, mean_group=job.data_group)
+    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.1, trunk_lr_ratio=0.5))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (6, 9), generator=generator)
+    share = slice(job.replicas.rank * 6 // replicas, (job.replicas.rank + 1) * 6 // replicas)
+    hidden, loss = model(ids[share, :-1], ids[share, 1:], chunk_size=5)
+    loss.backward()
+    average_gradients_(model, job.replicas)
+    flat = hidden.flatten(0, 1)
+    target = ids[share, 1:].flatten()
+    found = check(job, shard, model.head(), flat, target, loss.detach(), gradients=True, chunk_rows=3, chunk_size=4)
+    norm = float(clip_gradients_(model, math.inf))
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for name in ("embedding.weight", "lm_head.bias"):
+        grads[name] = gather_vocab(shard, grads[name])
+    set_rate(optimizer, 1e-2)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.step()
+    weight = gather_vocab(shard, model.embedding.weight)
+    return {"loss": float(loss.detach()), "norm": norm, "grads": grads, "weight": weight, "found": found,
+            "rates": rates, "place": (job.tp, shard.rank, job.replicas.rank)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tp", "replicas"), [(1, 2), (2, 2), (1, 3)])
+def test_replicas_give_loss_gradients_and_norm_of_the_whole_batch(tp: int, replicas: int) -> None:
+    one = run_ranks(replica_step, 1, 1, 1)[0]
+    ranks = run_ranks(replica_step, tp * replicas, tp, replicas)
+    assert [found["place"] for found in ranks] == [(tp, rank % tp, rank // tp) for rank in range(tp * replicas)]
+    for other in ranks:
+        assert other["loss"] == ranks[0]["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert other["norm"] == ranks[0]["norm"] == pytest.approx(one["norm"], rel=1e-5)
+        assert other["found"].loss < 1e-5 and 0 < other["found"].gradient < 1e-5
+        assert other["rates"] == [1e-2, 5e-3]
+        for name, grad in one["grads"].items():
+            torch.testing.assert_close(other["grads"][name], grad, rtol=1e-4, atol=1e-6)
+            assert torch.equal(other["grads"][name], ranks[0]["grads"][name])
+        assert torch.equal(other["weight"], ranks[0]["weight"])
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -140,10 +190,11 @@ def test_the_oracle_in_chunks_equals_the_reference_at_once() -> None:
 
 
 def sample_ids(rank: int, tp: int, method: str) -> tuple[list[int], list[int]]:
-    _, model = make(tp)
+    shard, model = make(tp)
     options = GenerateConfig(method=method, max_tokens=12, k=5, seed=4)
-    ids = generate_ids(model, [1, 5, 9], options, context=8, eos=VOCAB)
-    other = generate_ids(model, [1, 5, 9], dataclasses.replace(options, seed=5), context=8, eos=VOCAB)
+    of = (model, model.head(), shard, [1, 5, 9])
+    ids = generate_ids(*of, options, context=8, eos=VOCAB)
+    other = generate_ids(*of, dataclasses.replace(options, seed=5), context=8, eos=VOCAB)
     return ids, other
 
 
@@ -158,9 +209,10 @@ def test_every_rank_writes_the_same_text(method: str) -> None:
 
 
 def test_generation_ends_at_eos() -> None:
-    _, model = make(1)
-    first = generate_ids(model, [1], GenerateConfig(method="greedy", max_tokens=1), context=8, eos=VOCAB)
-    assert generate_ids(model, [1], GenerateConfig(method="greedy"), context=8, eos=first[0]) == []
+    shard, model = make(1)
+    of = (model, model.head(), shard, [1])
+    first = generate_ids(*of, GenerateConfig(method="greedy", max_tokens=1), context=8, eos=VOCAB)
+    assert generate_ids(*of, GenerateConfig(method="greedy"), context=8, eos=first[0]) == []
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
@@ -214,3 +266,11 @@ def test_a_report_needs_a_run_folder(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
     with pytest.raises(ConfigError, match="no step yet"):
         report.write(tmp_path)
+
+
+def test_a_host_whose_package_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts.importlib.util, "find_spec", lambda name: None)
+    for name in ("deepspeed", "megatron", "transformers"):
+        with pytest.raises(ConfigError, match=rf"host={name} needs its package: pip install '.*\[{name}\]'"):
+            hosts.host_class(name)
+    assert hosts.host_class("plain").__name__ == "PlainHost"

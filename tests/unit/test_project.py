@@ -18,10 +18,11 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ["scripts/lib.sh", "scripts/quickstart", "scripts/test", "scripts/check", "launch/local.sh",
-           "scripts/bench",
-           "launch/slurm.sbatch", ".ci/run"]  # fmt: skip
-LOCKS = ["quickstart", "dev", "data", "bench"]
+HOSTS = ["megatron", "deepspeed", "transformers", "fsdp"]
+SCRIPTS = ["scripts/lib.sh", "scripts/quickstart", "scripts/test", "scripts/check", "scripts/bench", ".ci/run",
+           "launch/local.sh", "launch/two_nodes.sh", "launch/slurm.sbatch",
+           *(f"launch/{host}.sh" for host in HOSTS)]  # fmt: skip
+LOCKS = ["quickstart", "dev", "dev-data", "data", "bench", "hosts"]
 EXTRAS = {"train", "megatron", "deepspeed", "transformers", "kernels", "dev"}
 UNPINNED = ["triton ; sys_platform == 'linux'"]  # a CUDA build of torch names its own version
 PIN = re.compile(r"([a-z0-9-]+)==[0-9][^\s;*]*( ; .+)?")
@@ -85,11 +86,13 @@ def test_quickstart_runs_the_main_job_and_passes_its_arguments() -> None:
     assert commands("scripts/quickstart")[-1] == expected.split()
 
 
-@pytest.mark.parametrize("path", ["launch/local.sh", "launch/slurm.sbatch"])
+@pytest.mark.parametrize("path", [path for path in SCRIPTS if path.startswith("launch/")])
 def test_launch_files_hold_environment_and_one_torchrun_line(path: str) -> None:
     lines = commands(path)
     assert [line for line in lines if "torchrun" in line] == [lines[-1]]
-    assert lines[-1][-3:] == ["-m", "vocab_parallel", "$@"]
+    host = Path(path).stem
+    job = ["train", "--host", host] if host in HOSTS else []
+    assert lines[-1][lines[-1].index("-m") :] == ["-m", "vocab_parallel", *job, "$@"]
     environment = [line for line in lines[:-1] if line[0] not in ("set", "cd", "export")]
     assert all("=" in line[0] for line in environment), environment
 
@@ -121,7 +124,7 @@ def test_torch_is_the_only_run_time_dependency(pyproject: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_lock_files_pin_every_requirement_exactly(name: str) -> None:
-    lines = [line for line in lock_lines(name) if line != "-r quickstart.txt"]
+    lines = [line for line in lock_lines(name) if not line.startswith("-r ")]
     assert lines
     assert [line for line in lines if not PIN.fullmatch(line) and line not in UNPINNED] == []
 
@@ -138,7 +141,7 @@ def test_lock_files_cover_what_the_project_asks_for(pyproject: dict[str, Any]) -
 
 def test_no_pin_is_given_twice_for_one_python() -> None:
     """A package pinned in two lock files, or twice without markers, is a conflict that pip refuses."""
-    lines = [line for name in LOCKS for line in lock_lines(name) if line != "-r quickstart.txt"]
+    lines = [line for name in LOCKS for line in lock_lines(name) if not line.startswith("-r ")]
     everywhere = [line.partition("==")[0] for line in lines if " ; " not in line]
     assert len(everywhere) == len(set(everywhere))
     marked = {line.partition("==")[0].partition(" ; ")[0] for line in lines if " ; " in line}
@@ -155,3 +158,11 @@ def test_python_sources_name_no_absolute_path() -> None:
         for match in pattern.finditer(path.read_text())
     }
     assert found == set()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_readme_shows_the_lines_that_the_hosts_tests_run(host: str) -> None:
+    page = (ROOT / "docs" / "hosts" / f"{host}.md").read_text()
+    block = page.split("<!-- three lines -->\n", 1)[1].split("```\n", 1)[0]
+    assert block.startswith("```python\n") and block in (ROOT / "README.md").read_text()
+    assert f"(hosts/{host}.md)" in (ROOT / "docs" / "hosts.md").read_text()

@@ -389,3 +389,197 @@ def test_logits_of_a_tied_head_add_their_gradient_too():
     before = model.head.weight.main_grad.clone()
     model.head(torch.ones(1, HIDDEN)).sum().backward()
     assert torch.allclose(model.head.weight.main_grad - before, torch.ones_like(before))
+
+
+def two_of_one_tensor(model):
+    model.head.weight = nn.Parameter(model.embedding.weight.detach())
+
+
+def overlapping_rows(model):
+    rows = model.shard.shard_size
+    whole = torch.zeros(rows + 2, HIDDEN, dtype=torch.float64)
+    model.embedding.weight, model.head.weight = nn.Parameter(whole[:rows]), nn.Parameter(whole[2:])
+
+
+@pytest.mark.parametrize("share", [two_of_one_tensor, overlapping_rows])
+def test_untied_parameters_that_share_storage_are_refused(share):
+    model = Model()
+    assert verify_tied(model, required=False) == []
+    share(model)
+    with pytest.raises(TyingError, match="share storage") as error:
+        verify_tied(model, required=False)
+    requires_both_names(error)
+
+
+def test_untied_parameters_side_by_side_in_one_buffer_are_fine():
+    """So do ZeRO and Megatron's wrapper lay them out."""
+    model = Model()
+    flat = torch.zeros(2, model.shard.shard_size, HIDDEN, dtype=torch.float64)
+    model.embedding.weight.data, model.head.weight.data = flat[0], flat[1]
+    assert verify_tied(model, required=False) == []
+
+
+@LOADS
+def test_one_tensor_under_two_keys_loads_into_two_parameters_of_an_untied_model(assign):
+    model = Model()
+    table = torch.randn(model.shard.shard_size, HIDDEN, dtype=torch.float64)
+    model.load_state_dict({PAIR[0]: table, PAIR[1]: table.view_as(table)}, assign=assign)
+    assert verify_tied(model, required=False) == []
+    before = table.clone()
+    with torch.no_grad():
+        model.head.weight += 1.0
+    assert torch.equal(model.embedding.weight, before) and torch.equal(model.head.weight, before + 1.0)
+
+
+def test_a_tied_head_that_is_assigned_a_tensor_keeps_that_tensor():
+    """The copy is for the untied only: a tie needs no second table."""
+    model = tied()
+    table = torch.randn(model.shard.shard_size, HIDDEN, dtype=torch.float64)
+    model.load_state_dict({key: table for key in PAIR}, assign=True)
+    assert model.head.weight.data_ptr() == table.data_ptr()
+
+
+def test_a_tied_parameter_that_no_name_leads_to_is_refused():
+    model = tied()
+    weight = model.embedding.weight
+    for module in (model.embedding, model.head):
+        del module.weight
+        object.__setattr__(module, "weight", weight)
+    with pytest.raises(TyingError, match="0 times among the model's named parameters") as error:
+        verify_tied(model)
+    requires_both_names(error)
+
+
+def test_a_tied_parameter_marked_as_a_copy_of_another_stage_is_refused():
+    model = tied()
+    model.embedding.weight.shared = True
+    with pytest.raises(TyingError, match="shared") as error:
+        verify_tied(model)
+    requires_both_names(error)
+
+
+def test_two_partition_ids_are_named_and_one_id_for_two_parameters_is_refused():
+    model = tied()
+    model.other = nn.Linear(2, 2)
+    model.embedding.weight.ds_id, model.other.weight.ds_id = 4, 5
+    assert verify_tied(model) == [PAIR]
+    model.other.weight.ds_id = 4
+    with pytest.raises(TyingError, match=r"other\.weight") as error:
+        verify_tied(model)
+    requires_both_names(error)
+    model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+    model.head.weight.ds_id = 7
+    with pytest.raises(TyingError, match="4 and 7") as error:
+        verify_tied(model)
+    requires_both_names(error)
+
+
+def test_optimizer_state_of_a_parameter_that_it_no_longer_holds_is_refused():
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([1]), torch.tensor([2])).backward()
+    optimizer.step()
+    tie_weights(model.embedding, model.head)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    assert len(optimizer.state) == 2
+    with pytest.raises(TyingError, match="state of 1 Parameters") as error:
+        verify_tied(model, optimizer)
+    requires_both_names(error)
+    optimizer.state = {p: state for p, state in optimizer.state.items() if p is model.embedding.weight}
+    assert verify_tied(model, optimizer) == [PAIR]
+
+
+def test_anything_with_param_groups_is_an_optimizer():
+    model = tied()
+
+    class Groups:
+        param_groups = [{"params": list(model.parameters())}]  # noqa: RUF012
+
+    assert verify_tied(model, Groups()) == [PAIR]
+    Groups.param_groups.append({"params": [model.head.weight]})
+    with pytest.raises(TyingError, match="2 times") as error:
+        verify_tied(model, Groups())
+    requires_both_names(error)
+
+
+def three():
+    """Two embeddings and a head over one layout."""
+    model = Model()
+    model.source = VocabParallelEmbedding(HIDDEN, shard=model.shard, dtype=torch.float64)
+    return model
+
+
+TOKENS = [f"<{index}>" for index in range(VOCAB)]
+IDS_OF = {token: index for index, token in enumerate(TOKENS)}
+
+
+@pytest.mark.parametrize(
+    "vocabularies", [[TOKENS, tuple(TOKENS), IDS_OF], ["sha256:1", "sha256:1", "sha256:1"]], ids=["tokens", "hash"]
+)
+def test_one_table_for_three_uses_of_one_ordered_vocabulary(vocabularies):
+    model = three()
+    tie_weights(model.embedding, model.head, model.source, vocabularies=vocabularies)
+    assert model.source.weight is model.head.weight is model.embedding.weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    pairs = [PAIR, ("embedding.weight", "source.weight")]
+    assert verify_tied(model, optimizer) == pairs
+    assert verify_tied(copy.deepcopy(model)) == pairs
+    table = torch.randn(model.shard.shard_size, HIDDEN, dtype=torch.float64)
+    model.load_state_dict({"source.weight": table}, strict=False, assign=True)
+    assert verify_tied(model) == pairs
+    assert torch.equal(model.head.weight, table)
+    model.source.weight = nn.Parameter(table.clone())
+    with pytest.raises(TyingError, match=r"source\.weight"):
+        verify_tied(model)
+
+
+SWAPPED = [*TOKENS[:4], TOKENS[5], TOKENS[4], *TOKENS[6:]]
+
+
+@pytest.mark.parametrize(
+    ("vocabularies", "words"),
+    [
+        (None, ["none", "Equal sizes"]),
+        ([TOKENS, TOKENS], ["3 entries", "got 2"]),
+        ([TOKENS, TOKENS, SWAPPED], ["also[0].weight", "id 4", "<4>", "<5>"]),
+        ([TOKENS, SWAPPED, TOKENS], ["lm_head.weight", "id 4"]),
+        ([IDS_OF, IDS_OF, {token: index for index, token in enumerate(SWAPPED)}], ["also[0].weight", "id 4"]),
+        ([TOKENS, TOKENS, TOKENS[:-1]], ["also[0].weight", "8 tokens"]),
+        ([TOKENS, TOKENS, {**IDS_OF, "<0>": 8}], ["also[0].weight", "one each"]),
+        (["sha256:1", "sha256:1", "sha256:2"], ["also[0].weight", "sha256:2"]),
+        (["sha256:1", TOKENS, TOKENS], ["hash"]),
+    ],
+    ids=["none", "too few", "swapped", "head swapped", "mapping", "short", "no table", "hash", "mixed"],
+)  # fmt: skip
+def test_uses_that_may_mean_other_tokens_are_refused_and_nothing_is_tied(vocabularies, words):
+    model = three()
+    with pytest.raises(TyingError) as error:
+        tie_weights(model.embedding, model.head, model.source, vocabularies=vocabularies)
+    for word in ["embedding.weight", "lm_head.weight" if vocabularies is None else "weight", *words]:
+        assert word in str(error.value), str(error.value)
+    assert len({id(module.weight) for module in (model.embedding, model.head, model.source)}) == 3
+    assert verify_tied(model, required=False) == []
+
+
+def test_two_uses_are_checked_too_where_their_vocabularies_are_given():
+    model = Model()
+    with pytest.raises(TyingError, match="id 4"):
+        tie_weights(model.embedding, model.head, vocabularies=[TOKENS, SWAPPED])
+    tie_weights(model.embedding, model.head, vocabularies=[TOKENS, TOKENS])
+    assert verify_tied(model) == [PAIR]
+
+
+def test_an_optimizer_that_holds_a_further_embedding_is_refused():
+    model = three()
+    optimizer = torch.optim.SGD([model.source.weight], lr=0.1)
+    with pytest.raises(TyingError, match=r"also\[0\]\.weight"):
+        tie_weights(model.embedding, model.head, model.source, vocabularies=[TOKENS] * 3, optimizer=optimizer)
+    assert model.head.weight is not model.embedding.weight
+
+
+def test_widths_that_differ_are_refused_with_the_projection_named():
+    model = Model()
+    wide = VocabParallelLMHead(HIDDEN + 2, shard=model.shard, dtype=torch.float64)
+    with pytest.raises(TyingError, match="projection=") as error:
+        tie_weights(model.embedding, wide)
+    assert "embedding.weight" in str(error.value) and "lm_head.weight" in str(error.value)

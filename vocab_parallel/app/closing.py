@@ -52,12 +52,12 @@ def loss_memory(run: Run) -> int:
 
     Collectives: those of one loss.
     """
-    config, head = run.config, run.model.lm_head
+    config, head = run.config, run.host.head()
     tokens = config.train.batch * config.model.context
     hidden = torch.zeros(tokens, config.model.dim, device=run.job.device, requires_grad=True)
     target = torch.zeros(tokens, dtype=torch.int64, device=run.job.device)
-    weight = head.weight.detach().requires_grad_()
-    bias = None if head.bias is None else head.bias.detach().requires_grad_()
+    weight = head.weight.requires_grad_()
+    bias = None if head.bias is None else head.bias.requires_grad_()
 
     def once() -> None:
         loss = linear_cross_entropy(
@@ -138,7 +138,8 @@ def _summary(run: Run, memory: int, sample: str, started: float) -> dict[str, An
 def _sample(run: Run) -> str:
     options = run.config.generate
     prompt = [run.vocabulary.bos, *run.vocabulary.encode_batch([options.prompt])[0]]
-    ids = generate_ids(run.model, prompt, options, context=run.config.model.context, eos=run.vocabulary.eos)
+    host, context = run.host, run.config.model.context
+    ids = generate_ids(host.hidden, host.head(), run.shard, prompt, options, context=context, eos=run.vocabulary.eos)
     return options.prompt + run.vocabulary.decode(ids)
 
 

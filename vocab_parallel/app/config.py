@@ -19,6 +19,8 @@ import yaml
 from vocab_parallel.app.settings import Loader, assign, build, choice, require, type_name
 from vocab_parallel.errors import ConfigError
 
+HOSTS = ("plain", "deepspeed", "megatron", "transformers", "fsdp")
+
 
 def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, or a run folder's ``config.yaml``, and applies overrides such as ``train.steps=10``.
@@ -63,7 +65,7 @@ def from_overrides(overrides: Sequence[str]) -> Config:
 class ParallelConfig:
     """How the vocabulary is spread."""
 
-    tp: int | None = None  # ranks that share the vocabulary; null: all ranks of the job
+    tp: int | None = None  # ranks that share the vocabulary (the others are data-parallel); null: all ranks of the job
     multiple_of: int = 128  # each shard's rows are a multiple of this
     timeout_s: float = 40.0  # a collective that waits longer than this ends the job with an error
     threads: int | None = 1  # CPU threads per rank; null: leave PyTorch's choice
@@ -121,7 +123,7 @@ class TrainConfig:
     """Optimisation, validation and checkpoints."""
 
     steps: int = 100
-    batch: int = 2  # sequences a step; tokens a step = batch * model.context
+    batch: int = 2  # sequences a step, over all replicas; tokens a step = batch * model.context
     lr: float = 3e-3  # of the vocabulary table
     trunk_lr_ratio: float = 1.0  # the trunk learns at lr times this
     warmup: int = 10  # steps
@@ -193,6 +195,8 @@ class Config:
 
     name: str = "run"
     runs: str = "runs"  # the folder that run folders go to
+    host: str = "plain"  # plain | deepspeed | megatron | transformers | fsdp: the stack that the training runs in
+    host_config: str | None = None  # deepspeed: a JSON file for its engine; null: ZeRO stage 1
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -203,6 +207,9 @@ class Config:
     def __post_init__(self) -> None:
         good = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
         require(good, "name", "letters, digits, '.', '_' and '-' only", self.name)
+        choice("host", self.host, HOSTS)
+        good = self.host_config is None or self.host == "deepspeed"
+        require(good, "host_config", f"null with host={self.host} (deepspeed has one)", self.host_config)
 
     def to_yaml(self) -> str:
         """The YAML text that `load` reads back to an equal configuration."""

@@ -225,9 +225,11 @@ def _build(
         np.save(aside / "counts.npy", np.bincount(tokens, minlength=vocabulary.size))
         os.chmod(aside, 0o755)  # mkdtemp makes it private
         (aside / "meta.json").write_text(json.dumps({"text_bytes": text_bytes}), encoding="utf-8")
-        # Somebody else may have built the same corpus meanwhile; theirs is equal.
-        if not folder.exists():
+        try:
             os.rename(aside, folder)
+        except OSError:  # another machine has built the same corpus meanwhile; theirs is equal
+            if not (folder / "meta.json").is_file():
+                raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     seconds = time.perf_counter() - started

@@ -64,7 +64,7 @@ def _layout(config: Config, job: Job) -> VocabLayout:
     except ConfigError as error:
         job.say(f"vocabulary: {error}")
         size = 131_072
-    return VocabLayout(size, job.world, multiple_of=config.parallel.multiple_of)
+    return VocabLayout(size, job.tp, multiple_of=config.parallel.multiple_of)
 
 
 def _run(job: Job, name: str, test: Callable[[], float], limit: float) -> bool:

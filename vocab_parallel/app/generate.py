@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from vocab_parallel.app import config as configs
 from vocab_parallel.app.config import Config, GenerateConfig
-from vocab_parallel.app.job import Job, join
-from vocab_parallel.app.model import LanguageModel
+from vocab_parallel.app.hosts import host_class, open_host
+from vocab_parallel.app.job import join
+from vocab_parallel.app.model import Head
 from vocab_parallel.app.vocabulary import open_vocabulary
-from vocab_parallel.checkpoint import latest_checkpoint, load_checkpoint
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.select import greedy, top_k
+from vocab_parallel.shard import VocabShard
 
 
 @torch.no_grad()
 def generate_ids(
-    model: LanguageModel, prompt: Sequence[int], options: GenerateConfig, *, context: int, eos: int
+    hidden: Callable[[Tensor], Tensor],  # [1, S] -> [1, S, D]
+    head: Head,
+    shard: VocabShard,
+    prompt: Sequence[int],
+    options: GenerateConfig,
+    *,
+    context: int,
+    eos: int,
 ) -> list[int]:
     """Continues `prompt`, the same ids on every rank.
 
@@ -30,7 +40,9 @@ def generate_ids(
     The last `context` tokens are read again for each new one: the trunk is small beside the projection.
 
     Args:
-        model: the sharded model.
+        hidden: the model's hidden states, the same on every rank.
+        head: this rank's rows of its head.
+        shard: their ids.
         prompt: at least one token id.
         options: method, k, temperature, seed, how many tokens.
         context: tokens that the model attends over.
@@ -42,13 +54,12 @@ def generate_ids(
     Collectives:
         For each token those of one embedding lookup and one greedy or top-k selection.
     """
-    device = model.lm_head.weight.device
-    shard = model.embedding.shard
+    device = head.weight.device
     generator = torch.Generator().manual_seed(options.seed)
     ids = list(prompt)
     for _ in range(options.max_tokens):
-        hidden = model(torch.tensor([ids[-context:]], device=device))
-        logits = model.lm_head.logits(hidden, rows=-1)
+        last = hidden(torch.tensor([ids[-context:]], device=device))[:, -1]
+        logits = F.linear(last, head.weight, head.bias)
         if options.method == "greedy":
             token = int(greedy(logits, shard=shard))
         else:
@@ -73,13 +84,17 @@ def generate(folder: Path, config: Config) -> str:
         CheckpointLayoutError: the number of ranks is not that of the training.
     """
     vocabulary = open_vocabulary(config.data.vocab)
-    latest = latest_checkpoint(folder / "checkpoints")
+    latest = host_class(config.host).latest(folder / "checkpoints")
     if latest is None:
         raise ConfigError(f"{folder}/checkpoints holds no whole checkpoint: expected a run folder that `train` wrote")
     with join(config.parallel) as job:
-        model = _load(job, config, latest, vocabulary.size, vocabulary.sha256)
+        host = open_host(config, job, vocabulary.size)
+        host.load(latest, vocabulary_sha256=vocabulary.sha256, weights_only=True)
         prompt = [vocabulary.bos, *vocabulary.encode_batch([config.generate.prompt])[0]]
-        ids = generate_ids(model, prompt, config.generate, context=config.model.context, eos=vocabulary.eos)
+        context = config.model.context
+        ids = generate_ids(
+            host.hidden, host.head(), host.shard, prompt, config.generate, context=context, eos=vocabulary.eos
+        )
         text = config.generate.prompt + vocabulary.decode(ids)
         job.say(text)
         return text
@@ -101,10 +116,3 @@ def main(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, generate=dataclasses.replace(config.generate, prompt=args.prompt))
     generate(Path(args.source), config)
     return 0
-
-
-def _load(job: Job, config: Config, checkpoint: Path, vocab_size: int, sha256: str) -> LanguageModel:
-    shard = job.shard(vocab_size, config.parallel.multiple_of)
-    model = LanguageModel(config.model, shard, device=job.device)
-    load_checkpoint(checkpoint, model, vocabulary_sha256=sha256)
-    return model

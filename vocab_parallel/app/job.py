@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -17,47 +18,82 @@ import torch.distributed as dist
 from vocab_parallel.app.config import ParallelConfig
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.layout import VocabLayout
-from vocab_parallel.shard import VocabShard
+from vocab_parallel.shard import RankGroup, VocabShard
 
 
 @contextmanager
 def join(config: ParallelConfig) -> Iterator[Job]:
     """Joins the ranks that torchrun started; alone, it is a job of one rank without torch.distributed.
 
+    Where torch.distributed runs already, its ranks are the job, and it stays as it is.
+
+    With ``parallel.tp`` under the number of ranks, each run of `tp` ranks in order holds the whole vocabulary: a
+    replica.
+
     Raises:
-        ConfigError: ``parallel.tp`` is not the number of ranks, or the device is not there.
+        ConfigError: the number of ranks is not a multiple of ``parallel.tp``, or the device is not there.
     """
     rank, world, local_rank = (int(os.environ.get(k, v)) for k, v in zip(_NAMES, ("0", "1", "0"), strict=True))
-    if config.tp is not None and config.tp != world:
+    running = dist.is_initialized()
+    if running:
+        rank, world = dist.get_rank(), dist.get_world_size()
+    if config.tp is not None and world % config.tp:
         raise ConfigError(
-            f"parallel.tp={config.tp}, but the job has {world} ranks: all ranks share the vocabulary. "
-            f"Start it with torchrun --nproc-per-node {config.tp}, or set parallel.tp=null"
+            f"parallel.tp={config.tp}, but the job has {world} ranks: every {config.tp} of them share the vocabulary. "
+            f"Start it with torchrun --nproc-per-node {config.tp} (or a multiple), or set parallel.tp=null"
         )
     device = _device(config.device, local_rank)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if device.type == "cpu":
         _keep_freed_memory()
-    if world == 1:
+    if world == 1 and not running:
         yield Job(rank, world, local_rank, device, None)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    timeout = timedelta(seconds=config.timeout_s)
+    if not running:
+        dist.init_process_group(backend, timeout=timeout)
     try:
-        yield Job(rank, world, local_rank, device, dist.group.WORLD)
+        part_group, data_group = split_ranks(rank, world, config.tp or world, timeout)
+        yield Job(rank, world, local_rank, device, dist.group.WORLD, data_group, part_group)
     finally:
-        dist.destroy_process_group()
+        if not running:
+            dist.destroy_process_group()
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One rank of the job."""
+    """One rank of the job.
+
+    Attributes:
+        group: all ranks; None where there is one.
+        data_group: the ranks that hold the same rows of the vocabulary as this one; None if no other does.
+        part_group: with a `data_group`, the ranks that share the vocabulary with this one; None if no other does.
+    """
 
     rank: int
     world: int
     local_rank: int
     device: torch.device
     group: dist.ProcessGroup | None
+    data_group: dist.ProcessGroup | None = None
+    part_group: dist.ProcessGroup | None = None
+
+    @functools.cached_property
+    def replicas(self) -> RankGroup:
+        """The ranks of `data_group`, of which this one has number ``replicas.rank``."""
+        return RankGroup(self.data_group)
+
+    @property
+    def tp(self) -> int:
+        """How many ranks share one vocabulary."""
+        return self.world // self.replicas.size
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share one vocabulary; None where there is one."""
+        return self.group if self.data_group is None else self.part_group
 
     @property
     def first(self) -> bool:
@@ -77,6 +113,11 @@ class Job:
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
+    def barrier(self) -> None:
+        """Waits for all ranks. None at world size 1."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` in rank order, on every rank. One object gather, none at world size 1."""
         found: list[Any] = [value] * self.world
@@ -85,8 +126,8 @@ class Job:
         return found
 
     def shard(self, vocab_size: int, multiple_of: int) -> VocabShard:
-        """The vocabulary over all ranks of the job."""
-        return VocabShard(VocabLayout(vocab_size, self.world, multiple_of=multiple_of), self.group)
+        """The vocabulary over the ranks of `tp_group`."""
+        return VocabShard(VocabLayout(vocab_size, self.tp, multiple_of=multiple_of), self.tp_group)
 
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -95,6 +136,19 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 def builds_files() -> bool:
     """Whether this process is the one of its machine that prepares shared files; needs no process group."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def split_ranks(
+    rank: int, world: int, tp: int, timeout: timedelta
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's `Job.part_group` and `data_group` at `tp` ranks a replica; every rank of the job must call it."""
+    if tp == world:
+        return None, None
+    if tp == 1:
+        return None, dist.group.WORLD
+    parts = [dist.new_group(list(range(first, first + tp)), timeout=timeout) for first in range(0, world, tp)]
+    across = [dist.new_group(list(range(first, world, tp)), timeout=timeout) for first in range(tp)]
+    return parts[rank // tp], across[rank % tp]
 
 
 def _keep_freed_memory() -> None:

@@ -11,17 +11,19 @@ from torch import Tensor
 
 from vocab_parallel import reference
 from vocab_parallel.app.job import Job
-from vocab_parallel.app.model import LanguageModel
-from vocab_parallel.collectives import gather_vocab
+from vocab_parallel.app.model import Head
+from vocab_parallel.collectives import all_reduce_, gather_rows, gather_vocab
 from vocab_parallel.loss import linear_cross_entropy
+from vocab_parallel.shard import VocabShard
 
 
 def check(
     job: Job,
-    model: LanguageModel,
-    hidden: Tensor,  # [T, D]
+    shard: VocabShard,
+    head: Head,
+    hidden: Tensor,  # [T, D], of this replica
     target: Tensor,  # [T]
-    loss: Tensor,  # []
+    loss: Tensor,  # [], the mean over all replicas
     *,
     gradients: bool,
     chunk_rows: int,
@@ -35,12 +37,13 @@ def check(
         The same `Difference` on every rank.
 
     Collectives:
-        A gather of the table (and of its gradient, with the loss once more on detached copies), and one broadcast.
+        A gather of the table (and of its gradient, with the loss once more on detached copies), and one broadcast;
+        with replicas also gathers of their rows.
     """
-    sharded = _sharded_gradients(model, hidden, target, chunk_size) if gradients else None
-    shard = model.embedding.shard
-    weight = gather_vocab(shard, model.lm_head.weight)
-    bias = None if model.lm_head.bias is None else gather_vocab(shard, model.lm_head.bias)
+    sharded = _sharded_gradients(job, shard, head, hidden, target, chunk_size) if gradients else None
+    weight = gather_vocab(shard, head.weight)
+    bias = None if head.bias is None else gather_vocab(shard, head.bias)
+    hidden, target = _rows_of_replicas(job, hidden), _rows_of_replicas(job, target)
     result: Difference | None = None
     if job.first:
         with _threads_of_waiting_ranks(job):
@@ -94,15 +97,25 @@ def whole_loss(
     return total / len(target), [t.grad for t in inputs if t.grad is not None]
 
 
-def _sharded_gradients(model: LanguageModel, hidden: Tensor, target: Tensor, chunk_size: int | None) -> list[Tensor]:
+def _sharded_gradients(
+    job: Job, shard: VocabShard, head: Head, hidden: Tensor, target: Tensor, chunk_size: int | None
+) -> list[Tensor]:
     """The head's own dH, dW and db, on copies: the tied parameter's gradient also holds the lookup's part."""
-    head, shard = model.lm_head, model.embedding.shard
     inputs = [t.detach().clone().requires_grad_() for t in (hidden, head.weight, head.bias) if t is not None]
     bias = inputs[2] if head.bias is not None else None
-    loss = linear_cross_entropy(inputs[0], inputs[1], target, shard=shard, linear_bias=bias, chunk_size=chunk_size)
+    loss = linear_cross_entropy(
+        inputs[0], inputs[1], target,
+        shard=shard, linear_bias=bias, chunk_size=chunk_size, mean_group=job.data_group,
+    )  # fmt: skip
     loss.backward()  # type: ignore[no-untyped-call]
-    found = [t.grad for t in inputs if t.grad is not None]
-    return [found[0], *(gather_vocab(shard, gradient) for gradient in found[1:])]
+    # `mean_group` has each replica's gradients times their number, for a mean to follow.
+    found = [t.grad / job.replicas.size for t in inputs if t.grad is not None]
+    whole = [all_reduce_(job.replicas, gradient.contiguous()).wait() for gradient in found[1:]]
+    return [_rows_of_replicas(job, found[0]), *(gather_vocab(shard, gradient) for gradient in whole)]
+
+
+def _rows_of_replicas(job: Job, rows: Tensor) -> Tensor:
+    return gather_rows(job.replicas, rows, [len(rows)] * job.replicas.size)
 
 
 def _relative(got: Tensor, want: Tensor) -> float:

@@ -36,8 +36,8 @@ class SelfTests:
         self.ids = torch.randint(VOCAB, (TOKENS,), generator=generator).to(job.device)
         self.target = self.ids.roll(-1).clone()
         self.target[::7] = -100  # some rows ignored
-        share = -(-TOKENS // job.world)
-        self.own = slice(share * job.rank, min(TOKENS, share * (job.rank + 1)))  # rows under sequence parallelism
+        share, rank = -(-TOKENS // job.tp), self.shard.rank
+        self.own = slice(share * rank, min(TOKENS, share * (rank + 1)))  # rows under sequence parallelism
 
     def all(self) -> list[Test]:
         """Name, test and limit of each; a test returns its largest error."""

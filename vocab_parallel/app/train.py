@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel import collectives
 from vocab_parallel.app import config as configs
 from vocab_parallel.app import oracle, runlog
-from vocab_parallel.app.config import Config, TrainConfig
+from vocab_parallel.app.config import HOSTS, Config
 from vocab_parallel.app.data import Corpus, open_corpus
+from vocab_parallel.app.hosts import host_class, open_host
 from vocab_parallel.app.job import Job, builds_files, join
 from vocab_parallel.app.memory import peak_process_bytes
-from vocab_parallel.app.model import LanguageModel
+from vocab_parallel.app.optim import learning_rate
 from vocab_parallel.app.progress import Progress
 from vocab_parallel.app.vocabulary import Vocabulary, open_vocabulary
-from vocab_parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from vocab_parallel.errors import ConfigError, NonFiniteError, VocabParallelError
-from vocab_parallel.tying import verify_tied, vocab_parameters
+from vocab_parallel.errors import ConfigError, VocabParallelError
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -41,6 +38,7 @@ def train(config: Config) -> dict[str, Any]:
     started = time.perf_counter()
     vocabulary = open_vocabulary(config.data.vocab)
     corpus = _corpus(config, vocabulary)
+    host_class(config.host)  # imports the stack, or says that it is missing, before the ranks wait for each other
     with join(config.parallel) as job:
         run = Run(config, job, vocabulary, corpus)
         try:
@@ -57,11 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of ``train``."""
     parser.add_argument("source", help="a YAML config, or a run folder to resume")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example train.steps=10")
+    parser.add_argument("--host", choices=HOSTS, help="the stack to train in; the same as host=")
 
 
 def main(args: argparse.Namespace) -> int:
     """Entry of ``python -m vocab_parallel train``."""
-    config = configs.load(args.source, args.overrides)
+    config = configs.load(args.source, [*args.overrides, *([f"host={args.host}"] if args.host else [])])
     if Path(args.source).is_dir() and config.train.resume is None:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, resume=args.source))
     train(config)
@@ -73,10 +72,8 @@ class Run:
 
     def __init__(self, config: Config, job: Job, vocabulary: Vocabulary, corpus: Corpus) -> None:
         self.config, self.job, self.vocabulary, self.corpus = config, job, vocabulary, corpus
-        self.shard = job.shard(vocabulary.size, config.parallel.multiple_of)
-        self.model = LanguageModel(config.model, self.shard, seed=config.train.seed, device=job.device)
-        self.optimizer = make_optimizer(self.model, config.train)
-        verify_tied(self.model, self.optimizer)
+        self.host = open_host(config, job, vocabulary.size)
+        self.model, self.shard = self.host.model, self.host.shard
         self.first_step, self.folder = self._resume() if config.train.resume else (1, self._new_folder())
         # A resumed run belongs to its folder wherever that is; the flag itself is of one launch.
         kept = dataclasses.replace(config, train=dataclasses.replace(config.train, resume=None))
@@ -107,24 +104,19 @@ class Run:
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step. Returns its line for ``metrics.jsonl``."""
-        config, model = self.config.train, self.model
+        host, traffic = self.host, self.shard.traffic
         begin = time.perf_counter()
         input, target = self._batch(step)
-        self.shard.traffic.reset()
-        hidden = model(input)
-        loss = model.loss(hidden, target, chunk_size=config.chunk_size)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = clip_gradients(model, config.clip)
-        traffic = self.shard.traffic
+        traffic.reset()
+        hidden, loss = host.forward(input, target)
+        host.backward(loss)
         sent, calls = traffic.total_bytes, traffic.total_calls
         checked = time.perf_counter()
-        difference = self._check(step, hidden.detach().flatten(0, 1), target.flatten(), loss.detach())
+        difference = self._check(step, hidden.flatten(0, 1), target.flatten(), loss.detach())
         oracle_seconds = time.perf_counter() - checked
-        rate = learning_rate(config, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["ratio"]
-        self.optimizer.step()
+        traffic.reset()
+        rate = learning_rate(self.config.train, step)
+        norm = host.step(rate)
         seconds = time.perf_counter() - begin - oracle_seconds
         self.training_seconds += seconds
         self.oracle_seconds += oracle_seconds
@@ -135,10 +127,10 @@ class Run:
             "oracle_loss": difference.oracle_loss if difference else None,
             "oracle_difference": difference.loss if difference else None,
             "oracle_gradient_difference": difference.gradient if difference else None,
-            "tokens_per_second": target.numel() / seconds,
+            "tokens_per_second": target.numel() * self.job.replicas.size / seconds,
             "peak_memory_bytes": peak_process_bytes(self.job.device),
-            "bytes_sent": sent,
-            "collectives": calls,
+            "bytes_sent": sent + traffic.total_bytes,
+            "collectives": calls + traffic.total_calls,
             "learning_rate": rate,
             "gradient_norm": norm,
             "seconds": seconds,
@@ -146,7 +138,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss in nats over the validation windows, the same on every rank."""
+        """Mean loss in nats over the validation windows, the same on every rank; every replica reads all of them."""
         config = self.config
         total, tokens = 0.0, 0
         batches = self.corpus.validation_batches(
@@ -154,16 +146,15 @@ class Run:
         )
         for input, target in batches:
             goal = torch.from_numpy(target).to(self.job.device)
-            hidden = self.model(torch.from_numpy(input).to(self.job.device))
-            total += float(self.model.loss(hidden, goal, chunk_size=config.train.chunk_size)) * goal.numel()
+            _, loss = self.host.forward(torch.from_numpy(input).to(self.job.device), goal)
+            total += float(loss) * goal.numel()
             tokens += goal.numel()
         return total / tokens
 
-    def save(self, step: int) -> Path:
+    def save(self, step: int) -> None:
         """Writes the checkpoint of `step`."""
         extra = {"vocabulary": self.config.data.vocab, "vocabulary_sha256": self.vocabulary.sha256}
-        folder = self.folder / "checkpoints"
-        return save_checkpoint(folder, self.model, self.optimizer, step, extra, keep=self.config.train.keep_checkpoints)
+        self.host.save(self.folder / "checkpoints", step, extra)
 
     def manifest(self) -> dict[str, Any]:
         """What the run was made from."""
@@ -179,10 +170,11 @@ class Run:
                 "shard_size": layout.shard_size,
                 "shards": [{"rank": rank, "start": r.start, "stop": r.stop} for rank, r in enumerate(ranges)],
             },
-            "tied": ["embedding.weight", "lm_head.weight"],
+            "host": self.config.host,
+            "replicas": self.job.replicas.size,
+            "tied": list(self.host.tied),
             "loss": {"unit": "nats a token", "reduction": "mean over tokens", "dtype": "float32", "smoothing": 0.0},
-            "parameters": sum(p.numel() for p in self.model.trunk.parameters())
-            + layout.vocab_size * self.config.model.dim,
+            "parameters": self.host.trunk_parameters + layout.vocab_size * self.config.model.dim,
             "corpus": {
                 "documents": self.corpus.documents,
                 "text_bytes": self.corpus.text_bytes,
@@ -202,7 +194,9 @@ class Run:
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         config = self.config
         pair = self.corpus.train_batch(config.train.seed, step, config.train.batch, config.model.context)
-        input, target = (torch.from_numpy(ids).to(self.job.device) for ids in pair)
+        replica, share = self.job.replicas.rank, config.train.batch // self.job.replicas.size
+        own = slice(replica * share, (replica + 1) * share)
+        input, target = (torch.from_numpy(ids[own]).to(self.job.device) for ids in pair)
         return input, target
 
     def _check(self, step: int, hidden: Tensor, target: Tensor, loss: Tensor) -> oracle.Difference | None:
@@ -212,7 +206,7 @@ class Run:
         if not gradients and not (config.every and step % config.every == 0):
             return None
         found = oracle.check(
-            self.job, self.model, hidden, target, loss,
+            self.job, self.shard, self.host.head(), hidden, target, loss,
             gradients=gradients, chunk_rows=config.chunk_rows, chunk_size=self.config.train.chunk_size,
         )  # fmt: skip
         limits = ((found.loss, config.max_loss_difference), (found.gradient, config.max_gradient_difference))
@@ -230,81 +224,25 @@ class Run:
 
     def _resume(self) -> tuple[int, Path]:
         folder = Path(self.config.train.resume or "")
-        latest = latest_checkpoint(folder / "checkpoints")
+        latest = self.host.latest(folder / "checkpoints")
         if latest is None:
-            raise ConfigError(f"nothing to resume: {folder}/checkpoints holds no whole checkpoint")
-        step, _ = load_checkpoint(latest, self.model, self.optimizer, vocabulary_sha256=self.vocabulary.sha256)
-        verify_tied(self.model, self.optimizer)
-        return step + 1, folder
+            raise ConfigError(
+                f"nothing to resume: {folder}/checkpoints holds no whole checkpoint of host={self.config.host}"
+            )
+        return self.host.load(latest, vocabulary_sha256=self.vocabulary.sha256) + 1, folder
 
     def _opening(self) -> str:
         corpus, layout, config = self.corpus, self.shard.layout, self.config
         begin = "new run" if self.first_step == 1 else f"resuming at step {self.first_step}"
+        replicas = self.job.replicas.size
+        host = "" if config.host == "plain" else f"; host {config.host}"
         return (
             f"{begin}: {self.folder}\n"
-            f"vocabulary {config.data.vocab}: {layout}; device {self.job.device}\n"
+            f"vocabulary {config.data.vocab}: {layout}; device {self.job.device}{host}"
+            f"{f'; {replicas} data-parallel replicas' if replicas > 1 else ''}\n"
             f"corpus: {corpus.documents} documents, {corpus.train.length:,} training and "
             f"{corpus.validation.length:,} validation tokens; unigram entropy {corpus.unigram_entropy:.3f} nats a token"
         )
-
-
-def make_optimizer(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the vocabulary's parameters and, at their own rate, the trunk's; a tied weight is in it once."""
-    owners = {id(parameter) for parameter, _ in vocab_parameters(model).values()}
-    groups = [
-        {"params": [p for p in model.parameters() if id(p) in owners], "ratio": 1.0},
-        {"params": [p for p in model.parameters() if id(p) not in owners], "ratio": config.trunk_lr_ratio},
-    ]
-    betas = (config.betas[0], config.betas[1])
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True)
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warmup, then a cosine down to ``lr * min_lr_ratio`` at the last step; `step` counts from 1."""
-    if step <= config.warmup:
-        return config.lr * step / config.warmup
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-@torch.no_grad()
-def clip_gradients(model: torch.nn.Module, max_norm: float) -> float:
-    """Scales all gradients so that the global norm is at most `max_norm`.
-
-    The norm counts each vocabulary shard's squares once over the group, and what is replicated once; a tied weight is
-    one parameter and counts once.
-
-    Returns:
-        The norm before scaling, the same bits on every rank.
-
-    Collectives:
-        One all-reduce of 8 bytes.
-
-    Raises:
-        NonFiniteError: the norm is not finite; on every rank.
-    """
-    sharded = vocab_parameters(model)
-    owners = {id(parameter) for parameter, _ in sharded.values()}
-    replicated = [p for p in model.parameters() if id(p) not in owners]
-    square = _square([p for p, _ in sharded.values()])
-    if sharded:
-        shard = next(iter(sharded.values()))[1]
-        square = collectives.all_reduce_(shard, square).wait()
-    norm = float((square + _square(replicated)).sqrt())
-    if not math.isfinite(norm):
-        raise NonFiniteError(f"the global gradient norm is {norm}; lower train.lr or look at the last batch")
-    if norm > max_norm:
-        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], max_norm / norm)
-    return norm
-
-
-def _square(parameters: list[torch.nn.Parameter]) -> Tensor:
-    """Sum of squared gradients, float64 ``[1]``."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    total = torch.zeros(1, dtype=torch.float64, device=parameters[0].device if parameters else None)
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-    return total
 
 
 def _corpus(config: Config, vocabulary: Vocabulary) -> Corpus:

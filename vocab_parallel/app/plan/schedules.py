@@ -9,7 +9,7 @@ from vocab_parallel.app.plan.cost import ROW_PASS_BYTES, Chunk, Machine, Message
 
 _HEADER = 64  # bytes in front of every exchange (see `agreement`)
 _WORDS = 3  # statistics of a row: maximum, sum, target score
-# Elements of a float32 copy of narrow numbers that is held at a time; on a CPU of a narrow dW product and its copy.
+# Elements of a float32 copy of narrow numbers that is held at a time; on a CPU of a narrow dW product.
 _BLOCK, _BLOCK_ELSEWHERE, _PRODUCT = 1 << 18, 1 << 26, 1 << 21
 
 
@@ -54,7 +54,7 @@ def _workspace(work: Workload, rows: int, on_cpu: bool) -> int:
         return products
     if not on_cpu:
         return products + work.real * row
-    formed = (work.itemsize + work.wide) * min(work.real * work.hidden, _PRODUCT)
+    formed = work.itemsize * min(work.real * work.hidden, _PRODUCT)
     return max(rows * row + block, products + rows * row + formed)
 
 

@@ -1,0 +1,22 @@
+"""The hosts are imported once, in the server that ranks are forked from; and no test here may be skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from tests import ranks
+
+ranks.preload("transformers.models.llama.modeling_llama", "accelerate", "deepspeed", "megatron.core")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A skipped integration test proves nothing: it fails."""
+    report = yield
+    if report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped; integration tests must run: {report.longrepr}"
+    return report
