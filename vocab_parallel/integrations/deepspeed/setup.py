@@ -169,12 +169,12 @@ def _check_load(engine: Any, load_dir: str, tag: str | None, args: tuple[Any, ..
     check_layout(engine, load_dir, tag)
     names = ("load_module_strict", "load_optimizer_states")
     asked = dict(zip(names, args, strict=False)) | kwargs
-    if engine.zero_optimization_stage() == 3 and shard_of(engine.module).tp_size > 1:
-        if not asked.get("load_optimizer_states", True) or asked.get("load_module_only"):
-            raise ConfigError(
-                "stage 3 reads weights without the optimizer through zero_to_fp32, which refuses tensor parallelism: "
-                "load the optimizer's states too, or export the checkpoint and load its rows before initialize."
-            )
+    weights_alone = not asked.get("load_optimizer_states", True) or asked.get("load_module_only")
+    if weights_alone and engine.zero_optimization_stage() == 3 and shard_of(engine.module).tp_size > 1:
+        raise ConfigError(
+            "stage 3 reads weights without the optimizer through zero_to_fp32, which refuses tensor parallelism: load "
+            "the optimizer's states too, or export the checkpoint and load its rows before initialize."
+        )
 
 
 def _listed(parameters: Iterable[Any]) -> list[Any]:
