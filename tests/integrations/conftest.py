@@ -9,7 +9,10 @@ import pytest
 
 from tests import ranks
 
-ranks.preload("transformers.models.llama.modeling_llama", "accelerate", "deepspeed", "megatron.core")
+ranks.preload(
+    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "transformers.trainer",
+    "accelerate", "deepspeed", "megatron.core",
+)  # fmt: skip
 
 
 @pytest.hookimpl(wrapper=True)

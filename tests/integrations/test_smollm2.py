@@ -92,6 +92,7 @@ def _tune(rank, mode, folder, ids, table):
     from transformers import AutoModelForCausalLM
 
     warnings.simplefilter("ignore")
+    ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)  # a tensor's memory goes back as soon as it is freed
     torch.set_num_threads(2 if mode == "unsharded" else 1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
     wrapped = model
@@ -137,18 +138,19 @@ def test_smollm2_fine_tunes_at_tp_2_and_as_data_parallel_vocabulary_group_as_uns
         for mode, world in (("unsharded", 1), ("same batch", 2), ("data parallel", 2))
     }
     (expected,) = runs.pop("unsharded")
-    assert expected["loss"][0] < 6.0, "this model knows English"
+    assert expected["loss"][0] < 7.0, "this model knows English"
     assert expected["loss"][-5:].mean() < expected["loss"][:5].mean(), "and learns the text"
     table = torch.load(tmp_path / "unsharded")
     lines = [f"unsharded: peak {expected['peak'] / 1e6:,.0f} MB"]
     for mode, ranks in runs.items():
         for rank in ranks:
-            assert torch.allclose(rank["loss"], expected["loss"], rtol=0, atol=2e-4), rank["loss"] - expected["loss"]
+            assert torch.allclose(rank["loss"], expected["loss"], rtol=0, atol=1e-4), rank["loss"] - expected["loss"]
             assert torch.allclose(rank["norm"], expected["norm"], rtol=1e-3), rank["norm"] / expected["norm"] - 1
             assert rank["alias"] and rank["states"] == 1 and rank["rows"] == VOCAB // 2
             assert torch.allclose(rank["trunk"], expected["trunk"], rtol=0, atol=2e-5)
-            # weight, gradient and two moments of half the table
-            assert rank["peak"] < expected["peak"] - 100e6, (rank["peak"], expected["peak"])
+            # weight, gradient and two moments of half the table are 226 MB; a DDP has buckets of its own
+            less = 50e6 if mode == "data parallel" else 226e6
+            assert rank["peak"] < expected["peak"] - less, (rank["peak"], expected["peak"])
         assert torch.allclose(torch.load(tmp_path / mode), table, rtol=0, atol=2e-5)
         largest = max(float((rank["loss"] - expected["loss"]).abs().max()) for rank in ranks)
         peaks = ", ".join(f"{rank['peak'] / 1e6:,.0f}" for rank in ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,6 +218,10 @@ def _afterwards(rank):
     errors["twice"] = attempt(lambda: vp.apply(model, shard=shard))
     errors["resize"] = attempt(lambda: model.resize_token_embeddings(30))
     errors["save a shard"] = attempt(lambda: model.save_pretrained("/nowhere", state_dict=model.state_dict()))
+    for what, kind, scaler in (("deepspeed", "DEEPSPEED", None), ("scaler", "MULTI_GPU", "a scaler")):
+        host = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), scaler=scaler)
+        errors[what] = attempt(lambda host=host: vp.attach(host, model))
+    errors["norm"] = attempt(lambda: vp.clip_like_torch_(model, 1.0, 1))
     wrong = {name: torch.cat([tensor, tensor]) if tensor.dim() == 2 else tensor for name, tensor in
              model.state_dict().items() if "embed" in name}  # fmt: skip
     wrong = {name: tensor[: VOCAB + 1] for name, tensor in wrong.items()}
@@ -241,6 +246,9 @@ LATER = {
     "twice": (CONFIG, ["unapply"]),
     "resize": (CONFIG, ["unapply", "resize"]),
     "save a shard": (CONFIG, ["full_state_dict", "model.embed_tokens.weight"]),
+    "deepspeed": (CONFIG, ["DEEPSPEED", "host"]),
+    "scaler": (CONFIG, ["float16", "bfloat16"]),
+    "norm": (CONFIG, ["norm_type=1"]),
     "another vocabulary": (["CheckpointLayoutError"], ["20", "19", "model.embed_tokens.weight"]),
     "another head": (CONFIG, ["lm_head", "Linear"]),
     "copied": (TYING, PAIR),
