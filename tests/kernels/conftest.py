@@ -1,6 +1,6 @@
 """Decides how the kernels run here: compiled, if there is a GPU, else in Triton's interpreter on the CPU.
 
-Triton decides when it is imported, so it is imported here. The variable is set for that moment and for the tests of
+Triton decides when it is imported, which tests/conftest.py does. The variable is set for that moment and for the tests of
 this folder: elsewhere in this process, and in the processes that other tests start, losses on the CPU stay eager.
 """
 
