@@ -1,7 +1,7 @@
 """Decides how the kernels run here: compiled, if there is a GPU, else in Triton's interpreter on the CPU.
 
-Triton decides when it is imported, which tests/conftest.py does. The variable is set for that moment and for the tests of
-this folder: elsewhere in this process, and in the processes that other tests start, losses on the CPU stay eager.
+Triton decides when it is imported, which tests/conftest.py does. The variable is set for that moment and for the tests
+of this folder: elsewhere in this process, and in the processes that other tests start, losses on the CPU stay eager.
 """
 
 from __future__ import annotations
