@@ -18,9 +18,14 @@ SETTINGS = ["configs/smoke.yaml", f"train.steps={STEPS}", "train.warmup=2", "tra
 
 def start(script: str, place: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """A script of launch/ with its run folders in `place`, and the corpus's cache beside it."""
+    return start_command([str(ROOT / "launch" / script)], place, *arguments, **environment)
+
+
+def start_command(command: list[str], place: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """The same of any command that takes the app's arguments."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
-        [ROOT / "launch" / script, *arguments, f"runs={place}", f"data.cache={place.parent / 'cache'}"],
+        [*command, *arguments, f"runs={place}", f"data.cache={place.parent / 'cache'}"],
         env=os.environ | {"NPROC": "2", "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.launching import ROOT, SETTINGS, STEPS, finish, metrics, start
+from tests.e2e.launching import ROOT, SETTINGS, STEPS, finish, metrics, start, start_command
 
 ZERO = "host_config=configs/deepspeed/zero2.json"
 # Python imports it at its start, in the ranks too.
@@ -40,9 +40,15 @@ def test_a_host_with_the_same_model_trains_as_the_plain_one(
     assert rows[-1]["validation_loss"] == pytest.approx(plain[-1]["validation_loss"], abs=1e-5)
 
 
-def test_a_llama_of_transformers_trains(launches: Path) -> None:
+def test_a_llama_of_transformers_trains_and_accelerate_starts_the_same_run(launches: Path) -> None:
     finish(start("transformers.sh", launches / "transformers", *SETTINGS))
-    check_steps(metrics(launches / "transformers"))
+    rows = metrics(launches / "transformers")
+    check_steps(rows)
+    launch = ["accelerate", "launch", "--config_file", "configs/accelerate/two_ranks.yaml", "-m", "vocab_parallel"]
+    finish(start_command([*launch, "train", "--host", "transformers"], launches / "accelerate", *SETTINGS))
+    again = metrics(launches / "accelerate")
+    kept = ("loss", "gradient_norm", "validation_loss", "bytes_sent", "collectives")
+    assert [[row[name] for name in kept] for row in again] == [[row[name] for name in kept] for row in rows]
 
 
 def test_a_gpt_of_megatron_trains_with_a_stand_in_for_cuda(launches: Path, tmp_path: Path) -> None:

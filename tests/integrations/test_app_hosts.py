@@ -39,7 +39,7 @@ SETTINGS = ["data.max_bytes=60000", "parallel.threads=1", "model.dim=16", "model
 BIAS = "model.head_bias=true"
 SAME_MODEL = {
     2: [("plain", 2, ""), ("plain", 1, ""), ("fsdp", 2, ""), ("fsdp", 1, ""), ("deepspeed", 2, "zero1"),
-        ("deepspeed", 1, "zero3"), ("deepspeed", 2, "zero0")],
+        ("deepspeed", 1, "zero3")],
     4: [("plain", 2, ""), ("fsdp", 2, ""), ("deepspeed", 2, "zero3"), ("deepspeed", 4, "")],
 }  # fmt: skip
 OTHER_MODEL = {2: [("transformers", 2, ""), ("transformers", 1, ""), ("megatron", 2, ""), ("megatron", 1, "")]}
@@ -58,11 +58,7 @@ def settings(case: Case, place: Path) -> list[str]:
              f"data.cache={place.parent / 'cache'}"]  # fmt: skip
     if tp == 4:  # 88, 88, 83 and 0 real rows
         words.append("parallel.multiple_of=88")
-    if file == "zero0":
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "zero0.json").write_text("{}")
-        words.append(f"host_config={place / 'zero0.json'}")
-    elif file:
+    if file:
         words.append(f"host_config={ROOT / 'configs' / 'deepspeed' / f'{file}.json'}")
     if host == "megatron":  # draws its values for padding rows too: the same number of them at either size
         words.append(f"parallel.multiple_of={272 // tp}")

@@ -273,10 +273,3 @@ def test_accelerate_trains_saves_and_loads_as_one_process(tmp_path, mode):
 
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert largest_difference(saved, {name: ranks[0]["weights"][name] for name in saved}) == 0.0
-
-
-def test_the_accelerate_config_is_one_that_accelerate_reads():
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file("configs/accelerate/two_ranks.yaml")
-    assert (config.num_processes, config.use_cpu, config.distributed_type.value) == (2, True, "MULTI_CPU")

@@ -72,7 +72,7 @@ def load_and_go_on(rank: int, tp: int, folder: str) -> list[float]:
     return advance(model, optimizer, range(3, 6))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("tp", [1, 3])
 def test_a_loaded_run_goes_on_bit_for_bit(tp: int, tmp_path: Path) -> None:
     went_on = run_ranks(save_and_go_on, tp, tp, str(tmp_path))
     resumed = run_ranks(load_and_go_on, tp, tp, str(tmp_path))
