@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from vocab_parallel.app.config import Config
 from vocab_parallel.app.hosts import folder as folders
-from vocab_parallel.app.hosts.base import Host
 from vocab_parallel.app.hosts.plain import count_trunk
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.model import Head, LanguageModel
@@ -25,7 +23,7 @@ from vocab_parallel.integrations import deepspeed as integration
 _TAG = "state"
 
 
-class DeepSpeedHost(Host):
+class DeepSpeedHost(folders.FolderHost):
     """A `LanguageModel` in an engine of `integrations.deepspeed.initialize`, with ``host_config`` as its settings.
 
     What the run's own configuration says goes before the file's: batch sizes, clipping and the optimizer.
@@ -77,27 +75,17 @@ class DeepSpeedHost(Host):
         parts[0].partition(param_list=parts, has_been_updated=False)
         return Head(whole[0], whole[1] if len(whole) > 1 else None)
 
-    def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
-        folders.save_whole(
-            self.job, folder, step, self._write,
-            about=self._about(), extra=extra, keep=self.config.train.keep_checkpoints,
-        )  # fmt: skip
-
     def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:
-        step = folders.compare(checkpoint, self._about(), vocabulary_sha256)
+        step = folders.compare(checkpoint, self.about(), vocabulary_sha256)
         # With the optimizer always: of stage 3, DeepSpeed has the weights alone by zero_to_fp32, which refuses TP > 1.
         self.engine.load_checkpoint(str(checkpoint), _TAG)
         integration.verify_tied(self.engine)
         return step
 
-    @staticmethod
-    def latest(folder: Path) -> Path | None:
-        return folders.latest_whole(folder)
-
-    def _write(self, place: Path) -> None:
+    def write(self, place: Path) -> None:
         self.engine.save_checkpoint(str(place), _TAG)
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
         return {**folders.layout(self.shard, self.job), "host": "deepspeed",
                 "stage": self.settings["zero_optimization"].get("stage", 0)}  # fmt: skip
 

@@ -6,15 +6,37 @@ import json
 import os
 import re
 import shutil
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vocab_parallel.app.hosts.base import Host
 from vocab_parallel.app.job import Job
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.shard import VocabShard
 
 STATE = "host.json"  # written last: a folder without it is not a checkpoint
+
+
+class FolderHost(Host):
+    """A host that writes its own files into a checkpoint's folder."""
+
+    @abstractmethod
+    def write(self, place: Path) -> None:
+        """This rank's part of a checkpoint, into the folder `place`."""
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """What must be equal at load: the host, the layout, what else its files depend on."""
+
+    def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
+        keep = self.config.train.keep_checkpoints
+        save_whole(self.job, folder, step, self.write, about=self.about(), extra=extra, keep=keep)
+
+    @staticmethod
+    def latest(folder: Path) -> Path | None:
+        return latest_whole(folder)
 
 
 def save_whole(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vocab_parallel.app.config import Config
 from vocab_parallel.app.hosts import folder as folders
-from vocab_parallel.app.hosts.base import Host
 from vocab_parallel.app.hosts.plain import count_trunk
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.model import Head, LanguageModel
@@ -23,7 +21,7 @@ from vocab_parallel.layout import VocabLayout
 from vocab_parallel.shard import VocabShard
 
 
-class FSDPHost(Host):
+class FSDPHost(folders.FolderHost):
     """A `LanguageModel` under `integrations.fsdp.apply`, with AdamW; its checkpoints load at any number of ranks."""
 
     def __init__(self, config: Config, job: Job, vocab_size: int) -> None:
@@ -68,26 +66,16 @@ class FSDPHost(Host):
         assert weight is not None
         return Head(weight, bias)
 
-    def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
-        folders.save_whole(
-            self.job, folder, step, self._write,
-            about=self._about(), extra=extra, keep=self.config.train.keep_checkpoints,
-        )  # fmt: skip
-
     def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:
-        step = folders.compare(checkpoint, self._about(), vocabulary_sha256)
+        step = folders.compare(checkpoint, self.about(), vocabulary_sha256)
         integration.load(checkpoint, self.model, None if weights_only else self.optimizer)
         integration.verify_tied(self.model, self.optimizer)
         return step
 
-    @staticmethod
-    def latest(folder: Path) -> Path | None:
-        return folders.latest_whole(folder)
-
-    def _write(self, place: Path) -> None:
+    def write(self, place: Path) -> None:
         integration.save(place, self.model, self.optimizer)
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
         return {"host": "fsdp", "vocab_size": self.shard.vocab_size}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from vocab_parallel.app.config import Config
 from vocab_parallel.app.hosts import folder as folders
-from vocab_parallel.app.hosts.base import Host
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.model import Head
 from vocab_parallel.app.optim import mean_over_replicas
@@ -22,7 +20,7 @@ from vocab_parallel.layout import VocabLayout
 from vocab_parallel.shard import VocabShard
 
 
-class MegatronHost(Host):
+class MegatronHost(folders.FolderHost):
     """A tied `GPTModel` of ``model``'s dimensions; its trunk is tensor-parallel over the vocabulary's ranks too."""
 
     takes_head_bias = False
@@ -73,14 +71,8 @@ class MegatronHost(Host):
     def head(self) -> Head:
         return Head(self.model.embedding.word_embeddings.weight.detach(), None)
 
-    def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
-        folders.save_whole(
-            self.job, folder, step, self._write,
-            about=self._about(), extra=extra, keep=self.config.train.keep_checkpoints,
-        )  # fmt: skip
-
     def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:
-        step = folders.compare(checkpoint, self._about(), vocabulary_sha256)
+        step = folders.compare(checkpoint, self.about(), vocabulary_sha256)
         saved = torch.load(self._file(checkpoint), map_location=self.job.device, weights_only=True)
         self.model.load_state_dict(saved["model"])
         if not weights_only:
@@ -88,18 +80,14 @@ class MegatronHost(Host):
         integration.verify_tied(self.model, self.optimizer)
         return step
 
-    @staticmethod
-    def latest(folder: Path) -> Path | None:
-        return folders.latest_whole(folder)
-
-    def _write(self, place: Path) -> None:
+    def write(self, place: Path) -> None:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, self._file(place))
 
     def _file(self, place: Path) -> Path:
         return place / f"rank-{self.job.rank:05d}.pt"
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
         return {**folders.layout(self.shard, self.job), "host": "megatron"}
 
     def _see(self, module: Any, args: Any, output: Tensor) -> None:
