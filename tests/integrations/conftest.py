@@ -19,7 +19,20 @@ ranks.preload(
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A skipped integration test proves nothing: it fails."""
     report = yield
+    return _must_run(report, item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Nor does a module that skips itself, as `importorskip` does."""
+    report = yield
+    return _must_run(report, collector.nodeid)
+
+
+def _must_run(report: Any, name: str) -> Any:
     if report.skipped:
         report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} was skipped; integration tests must run: {report.longrepr}"
+        report.longrepr = f"{name} was skipped; integration tests must run: {report.longrepr}"
     return report
