@@ -32,16 +32,6 @@ WAITING: dict[str, dict[str, str]] = {
         "C03": "export of the real rows",
         "C06": "loading a tied checkpoint into an untied model, and the reverse",
     },
-    "selection": {
-        "X10": "top_p",
-        "X11": "top_p",
-        "X12": "top_p",
-        "X17": "min_p",
-        "X19": "sample",
-        "X20": "sample",
-        "X21": "sample",
-        "X22": "sample",
-    },
     "decode": {
         "X13": "top-k and top-p in a declared order",
         "X16": "temperature",

@@ -8,6 +8,7 @@ from vocab_parallel.errors import (
     CheckpointLayoutError,
     CollectiveError,
     ConfigError,
+    EmptySupportError,
     LayoutError,
     LayoutMismatchError,
     NonFiniteError,
@@ -36,7 +37,7 @@ from vocab_parallel.loss import (
     token_logprobs,
 )
 from vocab_parallel.pipeline_tie import PipelineTie
-from vocab_parallel.select import TopK, greedy, top_k
+from vocab_parallel.select import Nucleus, Sample, Streams, TopK, greedy, sample, top_k, top_p
 from vocab_parallel.shard import Traffic, VocabShard
 from vocab_parallel.tying import tie_weights, verify_tied, vocab_parameters
 
@@ -44,13 +45,17 @@ __all__ = [
     "CheckpointLayoutError",
     "CollectiveError",
     "ConfigError",
+    "EmptySupportError",
     "LayoutError",
     "LayoutMismatchError",
     "LogProbs",
     "NonFiniteError",
+    "Nucleus",
     "PipelineTie",
     "RowOutputs",
     "RowStatistics",
+    "Sample",
+    "Streams",
     "TargetRangeError",
     "TokenRangeError",
     "TopK",
@@ -73,9 +78,11 @@ __all__ = [
     "linear_row_loss",
     "linear_token_logprobs",
     "linear_topk_distillation",
+    "sample",
     "tie_weights",
     "token_logprobs",
     "top_k",
+    "top_p",
     "verify_tied",
     "vocab_parallel_embedding",
     "vocab_parameters",

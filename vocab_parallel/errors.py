@@ -27,6 +27,10 @@ class NonFiniteError(VocabParallelError, ValueError):
     """A row with NaN, or with no finite logit."""
 
 
+class EmptySupportError(NonFiniteError):
+    """A row that masks or a truncation have left without any token."""
+
+
 class UngatheredWeightError(VocabParallelError, ValueError):
     """A weight with zero rows: a ZeRO-3 parameter that has not been gathered."""
 

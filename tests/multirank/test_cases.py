@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.batch import run_batch
-from tests.case_runners import deepspeed, layouts, losses, selection, together, tying
+from tests.case_runners import deepspeed, layouts, losses, sampling, selection, together, tying
 from tests.case_runners.common import Expected, Ranks, Runner
 from tests.cases import active_cases, load_cases
 
@@ -42,6 +42,12 @@ RUNNERS: dict[str, Runner] = {
     "topk": Runner(selection.check_selection, selection.observe_selection),
     "topk_tie": Runner(selection.check_selection, selection.observe_selection),
     "all_masked": Runner(selection.check_selection, selection.observe_selection),
+    "topp": Runner(sampling.check_filters, sampling.observe_filters),
+    "minp": Runner(sampling.check_filters, sampling.observe_filters),
+    "sample_agree": Runner(sampling.check_sampling, sampling.observe_sampling),
+    "sample_tp_invariant": Runner(sampling.check_sampling, sampling.observe_sampling),
+    "sample_batch_invariant": Runner(sampling.check_sampling, sampling.observe_sampling),
+    "sample_distribution": Runner(sampling.check_sampling, sampling.observe_sampling),
     "tied_step": Runner(tying.check_tied_step, tying.observe_tied_step),
     "tied_load": Runner(tying.check_tied_load, tying.observe_tied_load),
     "tied_mismatch": Runner(tying.check_tied_mismatch, tying.observe_tied_mismatch),

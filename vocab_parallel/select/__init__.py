@@ -1,6 +1,9 @@
 """Token selection from sharded logits, without gathering them."""
 
 from vocab_parallel.select.greedy import greedy
+from vocab_parallel.select.nucleus import Nucleus, top_p
+from vocab_parallel.select.sampling import Sample, sample
+from vocab_parallel.select.streams import Streams
 from vocab_parallel.select.top_k import TopK, top_k
 
-__all__ = ["TopK", "greedy", "top_k"]
+__all__ = ["Nucleus", "Sample", "Streams", "TopK", "greedy", "sample", "top_k", "top_p"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
-from vocab_parallel.select.order import select_best
+from vocab_parallel.select.scores import describe, open_scores, peak_of, require_support
 from vocab_parallel.shard import VocabShard
 
 
@@ -30,4 +30,7 @@ def greedy(
         NonFiniteError, LayoutMismatchError: On every rank: a row with NaN or without a finite logit; not this rank's
             columns.
     """
-    return select_best(logits, 1, shard, "greedy")[1].view(logits.shape[:-1])
+    scores = open_scores(logits, shard, f"greedy(logits {describe(logits)})")
+    peak = peak_of(scores)
+    require_support(scores, peak.values)
+    return peak.token_ids.view(logits.shape[:-1])

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
-from vocab_parallel.select.order import select_best
+from vocab_parallel.select.order import best_columns, merge
+from vocab_parallel.select.scores import describe, open_scores, require_support
 from vocab_parallel.shard import VocabShard
 
 
@@ -27,6 +28,8 @@ def top_k(
 ) -> TopK:
     """Exactly k tokens by value descending, then token id ascending (`torch.topk` leaves the order of ties open).
 
+    k better candidates in a shard exclude any other of that shard, so k of each shard are enough.
+
     Args:
         logits: This rank's columns; padding columns are never read and never selected.
         k: At most `vocab_size`; may be larger than a shard.
@@ -41,6 +44,15 @@ def top_k(
         NonFiniteError, LayoutMismatchError, ValueError: On every rank: a row with NaN or without a finite logit; not
             this rank's columns; k outside `[1, vocab_size]`.
     """
-    values, token_ids = select_best(logits, k, shard, "top_k")
+    scores = open_scores(logits, shard, f"top_k(logits {describe(logits)}, k={k})", kind="candidates")
+    with scores.channel.guard():
+        _check_k(k, shard.vocab_size)
+    values, token_ids = merge(scores.channel.gather(best_columns(scores.values, scores.token_ids, k)), k)
+    require_support(scores, values[:, 0])
     shape = (*logits.shape[:-1], k)
     return TopK(values.to(logits.dtype).view(shape), token_ids.view(shape))
+
+
+def _check_k(k: object, vocab_size: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= vocab_size:
+        raise ValueError(f"k must be an integer in [1, {vocab_size}] (the vocabulary), got {k!r}")

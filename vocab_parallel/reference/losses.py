@@ -1,7 +1,6 @@
-"""The oracle: every operation on whole tensors on one rank. Slow, short, and float64 when given float64.
+"""The oracle of embedding, head and losses. Gradients are autograd's.
 
-Shapes: T tokens, D hidden, V vocabulary, K candidates. Every sharded operation equals its namesake here on the
-gathered tensors; tests and `doctor` compare with it. Gradients are autograd's.
+Shapes: T tokens, D hidden, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from vocab_parallel.reference.select import top_k
 
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -208,14 +209,3 @@ def reduce(rows: Tensor, reduction: str, valid: Tensor, row_weight: Tensor | Non
 def _times(q: Tensor, log: Tensor) -> Tensor:
     """`q * log`, and 0 where q is 0 whatever the logarithm."""
     return q * torch.where(q == 0, 0.0, log)
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The first id of the total order: value descending, then id ascending."""
-    return top_k(logits, 1)[1][..., 0]
-
-
-def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The first k values and ids of the total order. A stable sort leaves equal values in id order; -0.0 equals 0.0."""
-    values, ids = torch.sort(logits + 0.0, dim=-1, descending=True, stable=True)
-    return values[..., :k], ids[..., :k]

@@ -1,0 +1,49 @@
+"""Parameters that a batch shares or that each row has its own of, checked and as tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def row_values(
+    given: object,
+    rows: int,
+    name: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+    integer: bool = False,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """A number for all rows, or a sequence or tensor `[T]` of one for each, as a tensor `[T]`.
+
+    Args:
+        rows: T.
+        name: For messages.
+        low, high: Both allowed, `low` unless `low_open`.
+        integer: int64 values, and nothing but integers taken; else float64.
+
+    Raises:
+        ValueError: Names the row and the value that is no such number, or the lengths that differ.
+    """
+    if isinstance(given, Tensor):
+        given = given.tolist()
+    each = isinstance(given, Sequence) and not isinstance(given, str)
+    values = list(given) if each else [given]  # type: ignore[call-overload]
+    if each and len(values) != rows:
+        raise ValueError(f"{name} has {len(values)} values for {rows} rows: give one number, or one for each row.")
+    wanted = (int,) if integer else (int, float)
+    for row, value in enumerate(values):
+        good = isinstance(value, wanted) and not isinstance(value, bool)
+        if not good or not (low < value if low_open else low <= value) or not value <= high:
+            where = f" of row {row}" if each else ""
+            interval = f"{'(' if low_open else '['}{low:g}, {high:g}]"
+            kind = "an integer" if integer else "a number"
+            raise ValueError(f"{name}{where} must be {kind} in {interval}, got {value!r}")
+    tensor = torch.tensor(values, dtype=torch.int64 if integer else torch.float64, device=device)
+    return tensor if each else tensor.expand(rows).contiguous()

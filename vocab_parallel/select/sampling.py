@@ -1,0 +1,166 @@
+"""Exact sampling over shards: the same token at every TP size, in any batch, and again from a saved stream."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel.collectives import uncompiled
+from vocab_parallel.headers import checksum
+from vocab_parallel.select.filters import keep_min_p, keep_top_k, keep_top_p, temper
+from vocab_parallel.select.masses import BLOCK, Masses, masses_of, measure
+from vocab_parallel.select.order import column_keys, merge
+from vocab_parallel.select.parameters import row_values
+from vocab_parallel.select.scores import Scores, describe, open_scores, rows_of
+from vocab_parallel.select.streams import Streams, check_streams
+from vocab_parallel.shard import VocabShard
+
+
+class Sample(NamedTuple):
+    """token_ids: int64 `[...]`, the same on every rank. streams: after the draw."""
+
+    token_ids: Tensor
+    streams: Streams
+
+
+class Drawn(NamedTuple):
+    """What `draw` gives.
+
+    Attributes:
+        token_ids: int64 `[T]`, -1 in inactive rows.
+        values: `[T]`, their scores.
+        masses: Of what was drawn from.
+        streams: Advanced by one in active rows.
+    """
+
+    token_ids: Tensor
+    values: Tensor
+    masses: Masses
+    streams: Streams
+
+
+@uncompiled
+def sample(
+    logits: Tensor,  # [..., shard_size] floating, this rank's
+    *,
+    shard: VocabShard,
+    streams: Streams,
+    temperature: object = 1.0,
+    top_k: object = None,
+    top_p: object = None,
+    min_p: object = None,
+) -> Sample:
+    """One token of each row, drawn from the distribution that temperature, top-k, top-p and min-p leave, in this order.
+
+    A row takes the next number of its own stream, and the id at which the probabilities, added up in id order, pass
+    it. Probabilities are integers, so neither the TP size nor the batch changes a token.
+
+    Args:
+        logits: This rank's columns; padding columns are never read and never drawn.
+        streams: One for each row, the same on every rank.
+        temperature: 0 takes the best token, by the total order. Like the others a number, or one for each row.
+        top_k: Integers; `vocab_size` or more leaves a row as it is. Exactly k tokens, ties by id.
+        top_p: In (0, 1]; 1 leaves a row as it is.
+        min_p: In [0, 1]; 0 leaves a row as it is.
+
+    Returns:
+        `Sample`: the tokens, and the streams to go on with.
+
+    Collectives:
+        All-gathers of 8 bytes a row: best, mass, token. Top-k one of 8 k, after which every rank holds the candidates
+        and there are no more; top-p one of 8 and 8 of 128. For float64 twice as much. None at tp_size 1.
+
+    Raises:
+        ValueError: On every rank: a parameter out of range, with row and value; streams of another number of rows.
+        NonFiniteError, LayoutMismatchError: On every rank: a row with NaN, +inf or without a finite logit; not this
+            rank's columns; other streams or parameters on another rank.
+    """
+    rows = rows_of(logits, shard)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    values, fault, same = {}, None, torch.tensor(0)
+    try:
+        check_streams(streams, rows)
+        values = _checked(given, rows)
+        same = checksum(torch.stack([streams.checksum().cpu(), *(checksum(_bits(one)) for one in values.values())]))
+    except ValueError as error:
+        fault = error
+    scores = open_scores(
+        logits, shard, f"sample(logits {describe(logits)}, {', '.join(values)})",
+        kind="candidates" if top_k is not None else "select",
+        checksum=same,
+    )  # fmt: skip
+    with scores.channel.guard():
+        if fault is not None:
+            raise fault
+    filters = {"temperature": temper, "top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}
+    for name, one in values.items():
+        scores = filters[name](scores, one)
+    drawn = draw(scores, streams)
+    return Sample(drawn.token_ids.view(logits.shape[:-1]), drawn.streams)
+
+
+def draw(scores: Scores, streams: Streams, *, active: Tensor | None = None) -> Drawn:
+    """One column of each row by its probability: inverse of the cumulative masses in id order, at a uniform number.
+
+    Args:
+        scores: At least one column a row above -inf.
+        streams: One a row; active rows take one number.
+        active: Bool `[T]`; the others get id -1 and keep their streams. None: all.
+
+    Collectives:
+        All-gathers of 8 bytes a row (16 for a float64 token): the peak unless it is known, the masses, the token. None
+        if every rank holds the columns.
+    """
+    masses = measure(scores)
+    at = _scaled(streams.bits().to(scores.values.device), masses.total)  # in [0, total)
+    through = masses.by_rank.cumsum(0)
+    owner = (through <= at).sum(0)
+    at = at - torch.where(owner > 0, through.gather(0, (owner - 1).clamp(min=0)[None])[0], 0)
+    column = _column_at(scores, masses, at)
+    token = column_keys(scores.values, scores.token_ids, column, owner == scores.channel.rank)
+    values, token_ids = merge(scores.channel.gather(token), 1)
+    values, token_ids = values[:, 0], token_ids[:, 0]
+    if active is not None:
+        token_ids = torch.where(active, token_ids, -1)
+    return Drawn(token_ids, values, masses, streams.advanced(active))
+
+
+def _checked(given: dict[str, object], rows: int) -> dict[str, Tensor]:
+    """The parameters that do something, `[T]` each, in the order in which they apply."""
+    largest = torch.finfo(torch.float32).max
+    values = {"temperature": row_values(given["temperature"], rows, "temperature", low=0.0, high=largest)}
+    if given["top_k"] is not None:
+        values["top_k"] = row_values(given["top_k"], rows, "top_k", low=1, integer=True)
+    if given["top_p"] is not None:
+        values["top_p"] = row_values(given["top_p"], rows, "top_p", low=0.0, high=1.0, low_open=True)
+    if given["min_p"] is not None:
+        values["min_p"] = row_values(given["min_p"], rows, "min_p", low=0.0, high=1.0)
+    return values
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int64)
+
+
+def _scaled(bits: Tensor, total: Tensor) -> Tensor:
+    """`floor(bits * total / 2**62)`, both int64 below 2**62, without losing a bit: in halves of 31."""
+    low = (1 << 31) - 1
+    a, b, c, d = bits >> 31, bits & low, total >> 31, total & low
+    carry = ((a * d & low) + (b * c & low) + (b * d >> 31)) >> 31
+    return a * c + (a * d >> 31) + (b * c >> 31) + carry
+
+
+def _column_at(scores: Scores, masses: Masses, at: Tensor) -> Tensor:
+    """int64 `[T]`: this rank's column at which its masses, added up, pass `at`; any column where they do not."""
+    n = scores.values.shape[1]
+    if n == 0:
+        return torch.zeros_like(at)
+    through = masses.blocks.to(torch.int64).cumsum(1)
+    block = (through <= at[:, None]).sum(1, keepdim=True).clamp(max=through.shape[1] - 1)
+    at = at[:, None] - torch.where(block > 0, through.gather(1, (block - 1).clamp(min=0)), 0)
+    columns = block * BLOCK + torch.arange(min(BLOCK, n), device=at.device)
+    values = scores.values.gather(1, columns.clamp(max=n - 1)).masked_fill(columns >= n, -torch.inf)
+    through = masses_of(values, masses.largest[:, None], masses.bits).cumsum(1)
+    return (block[:, 0] * BLOCK + (through <= at).sum(1)).clamp(max=n - 1)

@@ -1,0 +1,255 @@
+"""`Scores`: the scores of some rows over the vocabulary, wherever their columns are.
+
+A selection is a chain of functions from `Scores` to `Scores`. The columns are spread over ranks, or are a few
+candidates that every rank holds. The same functions take both, one process with the whole vocabulary among them, so
+all of them give the same ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel.agreement import Found, first_row
+from vocab_parallel.arguments import check_logits
+from vocab_parallel.errors import NonFiniteError
+from vocab_parallel.select.channel import Channel
+from vocab_parallel.select.order import best_columns, merge
+from vocab_parallel.shard import VocabShard
+
+
+class Peak(NamedTuple):
+    """The best of each row: values `[T]` in the scores' dtype, -inf where a row is empty; int64 token_ids `[T]`."""
+
+    values: Tensor
+    token_ids: Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of T rows.
+
+    Attributes:
+        values: `[T, n]` float32, or float64 for float64 logits; -inf is not in the support.
+        token_ids: int64 `[n]`: this rank's real ids, ascending. Or int64 `[T, n]`: candidates that every rank holds,
+            ascending in each row; a place not in use has value -inf and id `vocab_size`.
+        channel: Of the ranks that hold the other columns; of size 1 where every rank holds all.
+        vocab_size: Real ids.
+        largest: `[T]` the rows' largest values, if known; else None.
+        peak: Their `Peak`, if known.
+    """
+
+    values: Tensor
+    token_ids: Tensor
+    channel: Channel
+    vocab_size: int
+    largest: Tensor | None = None
+    peak: Peak | None = None
+
+    @classmethod
+    def of(cls, logits: Tensor, shard: VocabShard, channel: Channel) -> Scores:
+        """This rank's real columns of `logits` `[..., shard_size]` as rows."""
+        flat = logits.detach().reshape(-1, shard.shard_size)[:, : shard.num_valid]
+        values = flat if logits.dtype == torch.float64 else flat.to(torch.float32)
+        ids = torch.arange(shard.start, shard.stop, device=logits.device)
+        return cls(values.contiguous(), ids, channel, shard.vocab_size)
+
+    @property
+    def rows(self) -> int:
+        return len(self.values)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether these are candidates that every rank holds."""
+        return self.token_ids.dim() == 2
+
+    def with_values(self, values: Tensor, largest: Tensor | None = None) -> Scores:
+        """The same columns with other values; what was known of the old ones is dropped."""
+        return replace(self, values=values, largest=largest, peak=None)
+
+    def keep(self, mask: Tensor, *, keeps_peak: bool = True) -> Scores:
+        """-inf where `mask` `[T, n]` is False.
+
+        Args:
+            keeps_peak: The best column of each row stays, as in every truncation: what is known of it stays too.
+        """
+        values = self.values.masked_fill(~mask, -torch.inf)
+        return replace(self, values=values) if keeps_peak else self.with_values(values)
+
+    def listed(self, ids: Tensor) -> Tensor:
+        """Bool `[T, n]`: the columns whose id is among the row's `ids`, int64 `[T, m]`, or `[m]` for all rows.
+
+        Ids below 0 count as none.
+        """
+        return self.counts(ids) > 0
+
+    def counts(self, ids: Tensor) -> Tensor:
+        """int64 `[T, n]`: how often each column's id is among the row's `ids` `[T, m]` or `[m]`; below 0 is none."""
+        ids = ids.expand(self.rows, -1) if ids.dim() == 1 else ids
+        rows, n = self.values.shape
+        if self.replicated:
+            at = torch.searchsorted(self.token_ids, ids.contiguous())
+        else:
+            at = ids - (self.token_ids[0] if n else 0)
+        found = (at >= 0) & (at < n) & (ids >= 0)
+        at = torch.where(found, at, n)  # a place of its own for what is not here
+        if self.replicated and n:
+            there = self.token_ids.gather(1, at.clamp(max=n - 1)) == ids
+            at = torch.where(there, at, n)
+        out = torch.zeros(rows, n + 1, dtype=torch.int64, device=self.values.device)
+        return out.scatter_add_(1, at, torch.ones_like(at))[:, :n]
+
+    def take(self, table: Tensor) -> Tensor:
+        """The entries of a whole table `[V]` (or `[T, V]`) at the columns' ids: `[n]` or `[T, n]`."""
+        ids = self.token_ids.clamp(max=self.vocab_size - 1)
+        if table.dim() == 1:
+            return table[ids]
+        return table.gather(1, ids) if self.replicated else table[:, ids]
+
+
+def nan_found(logits: object, shard: VocabShard) -> Found | None:
+    """The first row with NaN among this rank's real columns, unread. None if these are no logits of the shard."""
+    try:
+        check_logits(logits, shard)
+    except ValueError:
+        return None
+    assert isinstance(logits, Tensor)
+    flat = logits.detach().reshape(-1, shard.shard_size)[:, : shard.num_valid]
+    bad = flat.amax(1).isnan() if flat.shape[1] else flat.new_zeros(len(flat), dtype=torch.bool)
+    row = first_row(bad)
+    return Found(torch.stack([row, torch.full_like(row, shard.rank)]), NonFiniteError, _describe_nan)
+
+
+def _describe_nan(row: int, rank: int) -> Exception:
+    return NonFiniteError(
+        f"row {row} holds NaN among the logits of rank {rank} of the group: it has no order. Likely an overflow "
+        "upstream, or an uninitialised weight."
+    )
+
+
+def describe(logits: object) -> str:
+    """Shape and dtype of logits, for what the ranks must agree on."""
+    return f"{list(logits.shape)} {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+
+
+def rows_of(logits: object, shard: VocabShard) -> int:
+    """How many rows `logits` have; 0 if they are none."""
+    return logits.numel() // shard.shard_size if isinstance(logits, Tensor) else 0
+
+
+def open_scores(
+    logits: Tensor, shard: VocabShard, call: str, *, kind: str = "select", checksum: Tensor | int = 0
+) -> Scores:
+    """The `Scores` of an operation's logits, with the channel that its first gather opens.
+
+    Args:
+        call, kind, checksum: As in `Channel`; a checksum may lie on any device.
+
+    Raises:
+        LayoutMismatchError: On every rank, if these are not a rank's columns.
+    """
+    if isinstance(checksum, Tensor) and isinstance(logits, Tensor):
+        checksum = checksum.to(logits.device)
+    channel = Channel(shard, call, kind=kind, checksum=checksum, found=nan_found(logits, shard))
+    with channel.guard():
+        check_logits(logits, shard)
+    return Scores.of(logits, shard, channel)
+
+
+def peak_of(scores: Scores) -> Peak:
+    """The best of each row: known, or one all-gather of 8 bytes a row (16 for float64).
+
+    Source: the total order of `order`.
+    """
+    if scores.peak is not None:
+        return scores.peak
+    values, ids = _best(scores, 1)
+    return Peak(values[:, 0], ids[:, 0])
+
+
+def with_peak(scores: Scores) -> Scores:
+    """The same scores, knowing their peak."""
+    peak = peak_of(scores)
+    return replace(scores, peak=peak, largest=peak.values)
+
+
+def with_largest(scores: Scores) -> Scores:
+    """The same scores, knowing their largest values."""
+    return scores if scores.largest is not None else with_peak(scores)
+
+
+def top_candidates(scores: Scores, k: int) -> Scores:
+    """The best k of each row in the total order, as candidates that every rank holds.
+
+    Collectives:
+        One all-gather of `8 k` bytes a row (`16 k` for float64); none if every rank holds the columns already.
+    """
+    values, ids = _best(scores, k)
+    peak = Peak(values[:, 0], ids[:, 0])
+    unused = ids.gt(scores.vocab_size) | ids.lt(0)
+    ids = torch.where(unused, scores.vocab_size, ids)
+    ids, at = ids.sort(dim=1)
+    values = torch.where(unused, -torch.inf, values).gather(1, at)
+    return Scores(values, ids, scores.channel.alone(), scores.vocab_size, peak.values, peak)
+
+
+def value_range(scores: Scores) -> tuple[Tensor, Tensor]:
+    """float64 `[T]` each: the rows' largest and smallest values above -inf. One all-gather of 16 bytes a row."""
+    values = scores.values
+    if values.shape[1]:
+        smallest = torch.where(values == -torch.inf, torch.inf, values).amin(1)
+        local = torch.stack([values.amax(1), -smallest]).double()
+    else:
+        local = values.new_full((2, len(values)), -torch.inf, dtype=torch.float64)
+    largest, negated = scores.channel.gather(local).amax(0)
+    return largest, -negated
+
+
+def value_at(scores: Scores, token_ids: Tensor) -> Tensor:
+    """The values `[T]` of one id `[T]` a row, -inf where it is no column; on every rank.
+
+    Collectives:
+        One all-gather of 8 bytes a row; none if every rank holds the columns.
+    """
+    mine = scores.listed(token_ids[:, None])
+    values = torch.where(mine, scores.values, -torch.inf)
+    local = values.amax(1) if values.shape[1] else values.new_full((len(values),), -torch.inf)
+    return scores.channel.gather(local.double()).amax(0).to(scores.values.dtype)
+
+
+def require_support(
+    scores: Scores,
+    largest: Tensor,
+    *,
+    error: type[NonFiniteError] = NonFiniteError,
+    cause: str = "every id is masked to -inf. Leave at least one legal",
+    infinite: bool = True,
+) -> None:
+    """Raises on every rank for the first row without a column above -inf, and unless `infinite` for one with +inf.
+
+    Args:
+        largest: `[T]` the rows' largest values, the same on every rank.
+        error: Class of the error of a row without columns.
+        cause: Why it has none, in words.
+    """
+    if len(largest) == 0:
+        return
+
+    def describe(flags: list[int]) -> Exception:
+        row, at_infinity = flags
+        if at_infinity:
+            return NonFiniteError(f"row {row} holds +inf, which no distribution has. Likely an overflow upstream.")
+        return error(f"row {row} has no finite logit: {cause}.")
+
+    bad = largest == -torch.inf
+    row = first_row(bad if infinite else bad | (largest == torch.inf))
+    at_infinity = (largest.index_select(0, row.clamp(min=0)[None])[0] > 0).to(torch.int64)
+    scores.channel.judge(torch.stack([row, at_infinity]), error, describe)
+
+
+def _best(scores: Scores, k: int) -> tuple[Tensor, Tensor]:
+    gathered = scores.channel.gather(best_columns(scores.values, scores.token_ids, k))
+    return merge(gathered, k)
