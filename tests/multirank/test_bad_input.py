@@ -20,13 +20,17 @@ from torch import Tensor
 from tests.batch import assert_all_raise, attempt, has_word, run_batch
 from tests.cases import local_part
 from vocab_parallel import (
+    Streams,
     VocabLayout,
     VocabParallelLMHead,
     VocabShard,
     cross_entropy,
     greedy,
     linear_cross_entropy,
+    reference,
+    sample,
     top_k,
+    top_p,
     vocab_parallel_embedding,
 )
 
@@ -100,6 +104,24 @@ def select_arguments(shard: VocabShard) -> Arguments:
     return {"logits": local(whole_tables()[3], 1, shard)}
 
 
+def draw(logits: Any, *, shard: VocabShard, **given: Any) -> Tensor:
+    streams = Streams.of(range(len(logits) if isinstance(logits, Tensor) else 1))
+    return sample(logits, shard=shard, streams=streams, **{"temperature": 0.8, "top_p": 0.9} | given).token_ids
+
+
+def drawn(shard: VocabShard) -> Tensor:
+    one = torch.ones(len(TARGET))
+    streams = Streams.of(range(len(TARGET)))
+    return reference.sample(
+        whole_tables()[3],
+        streams.bits(),
+        temperature=one * 0.8,
+        top_k=one.long() * V,
+        top_p=one * 0.9,
+        min_p=one * 0,
+    )
+
+
 def loss_value(shard: VocabShard) -> Tensor:
     return torch.nn.functional.cross_entropy(whole_tables()[3], torch.tensor(TARGET))
 
@@ -137,11 +159,17 @@ OPERATIONS = {
         select_arguments,
         lambda shard: whole_tables()[3].sort(dim=-1, descending=True, stable=True).indices[:, :4],
     ),
+    "sample": Operation(draw, select_arguments, drawn),
+    "top_p": Operation(
+        lambda **given: top_p(**{"p": 0.6} | given).size,
+        select_arguments,
+        lambda shard: reference.nucleus(whole_tables()[3], torch.full((len(TARGET),), 0.6)).sum(1),
+    ),
 }
 LINEAR = ("linear", "linear, own rows")
 LOSSES = ("cross_entropy", *LINEAR)
 EMBEDDINGS = ("embedding", "embedding, own rows")
-SELECT = ("greedy", "top_k")
+SELECT = ("greedy", "top_k", "sample", "top_p")
 LOGITS = ("cross_entropy", *SELECT)
 EVERY, ONE = "on every rank", "on one rank"
 
@@ -294,6 +322,11 @@ FAULTS = [
     Fault("k = 0", ("top_k",), replace("k", 0), VALUE, ("k", "[1, 9]", "0")),
     Fault("a negative k", ("top_k",), replace("k", -1), VALUE, ("k", "[1, 9]", "-1")),
     Fault("k above the vocabulary", ("top_k",), replace("k", 10), VALUE, ("k", "[1, 9]", "10")),
+    Fault("p = 0", ("top_p",), replace("p", 0.0), VALUE, ("p", "(0, 1]", "0.0")),
+    Fault("p above 1", ("top_p",), replace("p", 1.5), VALUE, ("p", "(0, 1]", "1.5")),
+    Fault("another p", ("top_p",), replace("p", 0.5), MISMATCH, ("different", "rank 0"), (ONE,)),
+    Fault("a negative temperature", ("sample",), replace("temperature", -0.5), VALUE, ("temperature", "-0.5")),
+    Fault("other parameters", ("sample",), replace("min_p", 0.2), MISMATCH, (*BOTH, "min_p"), (ONE,)),
     Fault("a fractional k", ("top_k",), replace("k", 2.5), VALUE, ("k", "integer", "2.5")),
     Fault("an unknown reduction", LOSSES, replace("reduction", "average"), VALUE, ("reduction", "average", '"mean"')),
     Fault("an unknown convention", LOSSES, replace("smoothing_over", "some"), VALUE,

@@ -119,8 +119,9 @@ def read_nothing(rank: int, world: int, operation: str) -> None:
     raise_deferred(shard)
 
 
-# Sequence-parallel rows may differ in number between ranks, and the host must know their numbers.
-READ_NOTHING = [name for name in OPERATIONS if name not in ("linear, own rows", "logits, own rows")]
+# Sequence-parallel rows may differ in number between ranks, and the host must know their numbers. Sampling reads its
+# parameters, which lie on the CPU, and top-p how many columns its search begins with.
+READ_NOTHING = [name for name in OPERATIONS if name not in ("linear, own rows", "logits, own rows", "sample", "top_p")]
 
 
 @functools.cache
