@@ -97,6 +97,28 @@ def test_the_nucleus_is_the_oracles_set_with_its_size_mass_and_cut(tp, kind, voc
         assert torch.equal((whole > nucleus.threshold[:, None]) | tie, expected)
 
 
+def _wide(rank):
+    """Shards of more than 8,192 columns, some rows flat: the search then has digits of 8 bits."""
+    shard = shard_of(20_000)
+    whole = torch.cat([logits_of(kind, 20_000, 4).float() for kind in KINDS])
+    given = parameters(20_000, len(whole), 1) | {"top_p": torch.full((len(whole),), 0.9)}
+    given["top_k"][::2] = 20_000
+    drawn = sample(shard.slice(whole, -1), shard=shard, streams=streams_of(len(whole)), **given)
+    expected = reference.sample(whole, streams_of(len(whole)).bits(), **given) if rank == 0 else drawn.token_ids
+    return drawn.token_ids, expected, top_p(shard.slice(whole, -1), 0.9, shard=shard).size
+
+
+WIDE = Batch(_wide, [()])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_large_vocabulary_gives_the_oracles_tokens(tp):
+    sizes = reference.nucleus(torch.cat([logits_of(kind, 20_000, 4).float() for kind in KINDS]), torch.full((20,), 0.9))
+    for got, expected, size in WIDE(tp):
+        assert torch.equal(got, expected)
+        assert torch.equal(size, sizes.sum(1)) and int(size.max()) > 5000 > 64 > int(size.min())
+
+
 def _composed(rank):
     """One batch of all kinds, whole, shuffled, row by row, and from a saved stream."""
     shard = shard_of(37)
@@ -233,14 +255,17 @@ def _traffic(rank, dtype):
     """Bytes a row and rank, once exchanges have settled on their size."""
     shard, rows = shard_of(1000), 64
     mine = shard.slice(torch.randn(rows, 1000, generator=torch.Generator().manual_seed(0), dtype=dtype), -1)
-    flat = torch.zeros_like(mine)
+    mine[:, 1] += 12 * (rank == 0)
+    flat, mixed = torch.zeros_like(mine), mine.clone()
+    mixed[5] = 0.0
     seen = {}
     calls = {
         "plain": lambda: sample(mine, shard=shard, streams=streams_of(rows)),
         "temperature": lambda: sample(mine, shard=shard, streams=streams_of(rows), temperature=[0.0, 0.7] * 32),
         "top-k": lambda: sample(mine, shard=shard, streams=streams_of(rows), top_k=50, top_p=0.9, min_p=0.01),
         "top-p": lambda: sample(mine, shard=shard, streams=streams_of(rows), top_p=0.9),
-        "top-p of a flat row": lambda: sample(flat, shard=shard, streams=streams_of(rows), top_p=0.9),
+        "top-p of flat rows": lambda: sample(flat, shard=shard, streams=streams_of(rows), top_p=0.9),
+        "top-p of one flat row": lambda: sample(mixed, shard=shard, streams=streams_of(rows), top_p=0.9),
         "min-p": lambda: sample(mine, shard=shard, streams=streams_of(rows), min_p=0.1),
     }
     for name, call in calls.items():
@@ -260,13 +285,14 @@ TRAFFIC = Batch(_traffic, [(dtype,) for dtype in (torch.float32, torch.bfloat16,
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [dtype for (dtype,) in TRAFFIC.cases])
 def test_sampling_sends_24_bytes_a_row_and_what_its_filters_send(tp, dtype):
-    wide = dtype == torch.float64
-    token = 16 if wide else 8
-    search = (16, 16 * 128) if wide else (8, 8 * 128)
-    plain = 2 * token + 8
+    token = 16 if dtype == torch.float64 else 8
+    plain, rounds = 2 * token + 8, token
     for seen in TRAFFIC(tp, dtype):
         assert seen["plain"] == (3, plain)
         assert seen["temperature"] == (3, plain)
         assert seen["min-p"] == (3, plain)
         assert seen["top-k"] == (1, 50 * token), "every rank holds the candidates: nothing more is exchanged"
-        assert seen["top-p"] == seen["top-p of a flat row"] == (3 + 1 + search[0], plain + 8 + search[1])
+        # the best 64 of each row, the mass, and if those do not hold the nucleus the search, mass and token
+        assert seen["top-p"] == (2, 64 * token + 8)
+        assert seen["top-p of flat rows"] == (4 + rounds, 64 * token + 8 + rounds * 128 + 8 + token)
+        assert seen["top-p of one flat row"] == (4 + rounds, 64 * token + 8 + rounds * 128 / 64 + 8 + token)

@@ -63,6 +63,12 @@ def test_a_row_keeps_its_numbers_in_any_batch_and_after_a_pause():
     assert int(paused.bits()[1]) == int(first[1])
 
 
+def test_few_rows_and_many_get_the_same_numbers():
+    streams = Streams.of([2**64 - 1 - 7 * row for row in range(40)], [2**63 + row for row in range(40)]).advanced()
+    for rows in (1, 5, 16, 17):
+        assert torch.equal(streams.rows(torch.arange(rows)).bits(), streams.bits()[:rows])
+
+
 def test_streams_come_back_from_json_as_they_were():
     streams = Streams.of([-1, 2**64 - 1, 7], [2**63, "name", 0]).advanced().advanced(torch.tensor([True, False, True]))
     again = Streams.from_state_dict(json.loads(json.dumps(streams.state_dict())))

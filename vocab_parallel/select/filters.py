@@ -10,12 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vocab_parallel.select.masses import CLOSE, measure
+from vocab_parallel.select.masses import CLOSE, Masses, masses_of, measure
 from vocab_parallel.select.prefix import smallest_prefix
 from vocab_parallel.select.scores import Scores, peak_of, top_candidates, with_largest
 
 MIN_TEMPERATURE = 2.0**-64  # below it a row is greedy: a quotient would overflow, and be one-hot anyway
 MAX_CANDIDATES = 1024  # of a row, that every rank takes over
+_CERTIFIED = 64  # candidates that top-p tries first
 
 
 def temper(
@@ -27,6 +28,8 @@ def temper(
     Collectives:
         The peak's, 8 bytes a row, if a row is greedy and it is not known.
     """
+    if bool((temperature == 1.0).all()):
+        return scores
     cold = (temperature < MIN_TEMPERATURE).to(scores.values.device)
     divisor = torch.where(cold, 1.0, temperature.to(scores.values.device)).to(scores.values.dtype)
     values = scores.values / divisor[:, None]
@@ -57,15 +60,13 @@ def keep_top_k(
     most = max(limits)
     best = top_candidates(scores, most)
     if min(limits) < most:
-        best = best.keep(_ranks(best) < k.to(best.values.device)[:, None])
+        places = best.values.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # ids ascend: ties keep theirs
+        best = best.keep(places < k.to(best.values.device)[:, None])
     if len(limits) == len(wanted) and most <= MAX_CANDIDATES:
         return best
-    last = torch.where(best.values == -torch.inf, torch.inf, best.values).amin(1)
-    last_id = torch.where(best.values == last[:, None], best.token_ids, -1).amax(1)
-    tie = (scores.values == last[:, None]) & (scores.token_ids <= last_id[:, None])
-    off = (k >= scores.vocab_size).to(tie.device)
+    off = (k >= scores.vocab_size).to(best.values.device)
     scores = replace(scores, largest=best.largest, peak=best.peak)
-    return scores.keep((scores.values > last[:, None]) | tie | off[:, None])
+    return scores.keep(_among(scores, best) | off[:, None])
 
 
 def keep_top_p(
@@ -76,16 +77,47 @@ def keep_top_p(
 
     A prefix whose mass is below p by less than 2**-20 of min(p, 1 - p) has reached it.
 
+    Returns:
+        Candidates that every rank holds, if the best 64 of each row hold its prefix.
+
     Collectives:
-        The peak's unless it is known; one all-gather of 8 bytes a row and 8 of 128 (16 for float64).
+        All-gathers of 512 bytes a row (its best 64; 1,024 for float64) and 8. For the rows whose prefix is longer those
+        of `smallest_prefix`. Where errors are deferred the peak's instead of the first, and the last for all rows.
 
     Source: Holtzman et al., The curious case of neural text degeneration (2020), equation 2.
     """
-    scores, p = with_largest(scores), p.to(scores.values.device)
+    if bool((p >= 1.0).all()):
+        return scores
+    scores, _, mask, best = nucleus(scores, p)
+    return best if best is not None else scores.keep(mask)
+
+
+def nucleus(scores: Scores, p: Tensor) -> tuple[Scores, Masses, Tensor, Scores | None]:
+    """The nucleus of each row: the scores, knowing their largest, their masses, and the mask of what is in it.
+
+    Last, if the best candidates hold all of it, those of them that are in it.
+    """
+    some_off = bool((p >= 1.0).any())
+    p = p.to(scores.values.device)
+    off = p >= 1.0
+    if scores.channel.size == 1 or scores.channel.group.defers(p.device):
+        scores = with_largest(scores)
+        masses = measure(scores)
+        mask = smallest_prefix(scores, scores.values, masses, reach(masses.total, p), by_value=True)
+        return scores, masses, mask | off[:, None], None
+    best = top_candidates(scores, min(_CERTIFIED, scores.vocab_size))
+    scores = replace(scores, largest=best.largest, peak=best.peak)
     masses = measure(scores)
     target = reach(masses.total, p)
-    mask = smallest_prefix(scores, scores.values, masses, target, by_value=True)
-    return scores.keep(mask | (p >= 1.0)[:, None])
+    held = masses_of(best.values, masses.largest[:, None], masses.bits).sum(1) >= target
+    best = best.keep(smallest_prefix(best, best.values, masses, target))
+    mask = _among(scores, best) | off[:, None]
+    rows = (~held & ~off).nonzero()[:, 0]
+    if len(rows):
+        fewer = masses._replace(largest=masses.largest[rows], total=masses.total[rows])
+        part = scores.at(rows)
+        mask[rows] = smallest_prefix(part, part.values, fewer, target[rows], by_value=True)
+    return scores, masses, mask, None if some_off or len(rows) else best
 
 
 def keep_min_p(
@@ -112,6 +144,8 @@ def reach(total: Tensor, p: Tensor) -> Tensor:
     return torch.minimum(wanted.to(torch.int64).clamp(min=1), total)
 
 
-def _ranks(scores: Scores) -> Tensor:
-    """int64 `[T, K]`: the places of candidates in the total order; ids ascend, so equal values keep theirs."""
-    return scores.values.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+def _among(scores: Scores, best: Scores) -> Tensor:
+    """Bool `[T, n]`: the columns down to the last of the candidates `best` that are left, by the total order."""
+    last = torch.where(best.values == -torch.inf, torch.inf, best.values).amin(1, keepdim=True)
+    last_id = torch.where(best.values == last, best.token_ids, -1).amax(1, keepdim=True)
+    return (scores.values > last) | (scores.values == last) & (scores.token_ids <= last_id)

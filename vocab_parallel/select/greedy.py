@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
-from vocab_parallel.select.scores import describe, open_scores, peak_of, require_support
+from vocab_parallel.select.scores import describe, open_scores, peak_of, require_support, with_peak
 from vocab_parallel.shard import VocabShard
 
 
@@ -30,7 +30,8 @@ def greedy(
         NonFiniteError, LayoutMismatchError: On every rank: a row with NaN or without a finite logit; not this rank's
             columns.
     """
-    scores = open_scores(logits, shard, f"greedy(logits {describe(logits)})")
+    scores = open_scores(logits, shard, f"greedy(logits {describe(logits)})", may_hide_nan=False)
+    scores = with_peak(scores)
     peak = peak_of(scores)
     require_support(scores, peak.values)
     return peak.token_ids.view(logits.shape[:-1])

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.headers import checksum
-from vocab_parallel.select.filters import reach
-from vocab_parallel.select.masses import masses_of, measure
+from vocab_parallel.select.filters import nucleus
+from vocab_parallel.select.masses import masses_of
 from vocab_parallel.select.parameters import row_values
-from vocab_parallel.select.prefix import smallest_prefix
 from vocab_parallel.select.scores import describe, open_scores, rows_of
 from vocab_parallel.shard import VocabShard
 
@@ -54,8 +53,9 @@ def top_p(
         `Nucleus`.
 
     Collectives:
-        All-gathers of 8 bytes a row (best), 8 (mass), 8 times 128 (search; 16 times for float64) and 32 (result): the
-        same for every row, none grows with the vocabulary. None at tp_size 1.
+        All-gathers of 512 bytes a row (its best 64; 1,024 for float64), 8 (mass) and 32 (result). For the rows whose
+        nucleus is larger 8 of 128 more, or 4 of 2,048 where a rank has 8,192 columns (twice as many for float64). None
+        at tp_size 1.
 
     Raises:
         ValueError: On every rank: a p out of range, with its row.
@@ -72,13 +72,14 @@ def top_p(
     except ValueError as error:
         fault = error
     same = checksum(part.view(torch.int64))
-    scores = open_scores(logits, shard, f"top_p(logits {describe(logits)})", checksum=same)
+    scores = open_scores(
+        logits, shard, f"top_p(logits {describe(logits)})", kind="candidates", checksum=same, may_hide_nan=False
+    )
     with scores.channel.guard():
         if fault is not None:
             raise fault
-    masses, part = measure(scores), part.to(logits.device)
-    mask = smallest_prefix(scores, scores.values, masses, reach(masses.total, part), by_value=True)
-    mask |= (part >= 1.0)[:, None] & (scores.values > -torch.inf)
+    scores, masses, mask, _ = nucleus(scores, part)
+    mask = mask & (scores.values > -torch.inf)
     kept = scores.values.masked_fill(~mask, torch.inf)
     lowest = kept.amin(1) if kept.shape[1] else kept.new_full((rows,), torch.inf)
     last = torch.where(kept == lowest[:, None], scores.token_ids, -1)

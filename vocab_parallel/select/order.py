@@ -14,7 +14,7 @@ from torch import Tensor
 _LOW = 0xFFFFFFFF
 _NONE = torch.iinfo(torch.int64).min  # below every candidate
 _BLOCK_ELEMENTS = 1 << 20
-_BLOCK = 256
+_BLOCK = 64  # columns that are looked at by their maximum first
 
 
 def best_columns(values: Tensor, token_ids: Tensor, k: int) -> Tensor:
@@ -25,14 +25,16 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int) -> Tensor:
         token_ids: int64 `[n]` or `[T, n]`, ascending.
     """
     rows, columns = values.shape
+    if k == 1:
+        return column_keys(values, token_ids, _argmax(values) if columns else None)
     found = min(k, columns)
     planes = 2 if values.dtype == torch.float64 else 1
     out = torch.full((planes, rows, k), _LOW, dtype=torch.int64, device=values.device)  # an id beyond all
     out[0] = _NONE
     if found == 0:
         return out
-    if k == 1:
-        return column_keys(values, token_ids, _argmax(values))
+    if columns > 4 * k * _BLOCK:
+        values, token_ids = _narrowed(values, token_ids, k)
     if values.dtype == torch.float64:
         ordered, index = ordered_bits(values).sort(dim=1, descending=True, stable=True)
         out[0, :, :found], out[1, :, :found] = ordered[:, :found], _ids_at(token_ids, index[:, :found])
@@ -44,18 +46,36 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int) -> Tensor:
     return out
 
 
-def column_keys(values: Tensor, token_ids: Tensor, column: Tensor, there: Tensor | None = None) -> Tensor:
-    """One column `[T]` of each row as what travels: as `best_columns` with k = 1; nothing where not `there`."""
+def column_keys(values: Tensor, token_ids: Tensor, column: Tensor | None, there: Tensor | None = None) -> Tensor:
+    """One column `[T]` of each row as what travels: as `best_columns` with k = 1; nothing where not `there`.
+
+    Args:
+        column: None where this rank has no columns.
+    """
     planes = 2 if values.dtype == torch.float64 else 1
-    out = torch.full((planes, len(values), 1), _LOW, dtype=torch.int64, device=values.device)
-    out[0] = _NONE
-    if values.shape[1] == 0:
-        return out
+    if column is None or values.shape[1] == 0:
+        return torch.tensor([_NONE, _LOW], device=values.device)[:planes, None, None].repeat(1, len(values), 1)
     value, token_id = values.gather(1, column[:, None]), _ids_at(token_ids, column[:, None])
-    keys = [ordered_bits(value), token_id] if planes == 2 else [pack(value, token_id)]
-    for plane, key in enumerate(keys):
-        out[plane] = key if there is None else torch.where(there[:, None], key, out[plane])
-    return out
+    keys = torch.stack([ordered_bits(value), token_id]) if planes == 2 else pack(value, token_id)[None]
+    return keys if there is None else torch.where(there[:, None], keys, _NONE)
+
+
+def _narrowed(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The columns of the k best blocks of each row, and of the rest that fills no block, with their ids.
+
+    A block that is not among the k with the best maxima has k better columns than any of its own elsewhere.
+    """
+    whole = values.shape[1] // _BLOCK
+    blocks = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2)
+    number = torch.arange(whole, device=values.device)
+    if values.dtype == torch.float64:
+        best = ordered_bits(blocks).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    else:
+        best = unpack(pack(blocks, number).topk(k, dim=1).values)[1]
+    index = (best.sort(dim=1).values[..., None] * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
+    rest = torch.arange(whole * _BLOCK, values.shape[1], device=values.device).expand(len(values), -1)
+    index = torch.cat([index, rest], 1)
+    return values.gather(1, index), _ids_at(token_ids, index)
 
 
 def _argmax(values: Tensor) -> Tensor:
@@ -74,6 +94,8 @@ def _argmax(values: Tensor) -> Tensor:
 
 def merge(gathered: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The best k of the ranks' `best_columns` `[size, 1 or 2, T, k]`: values and ids `[T, k]`, best first."""
+    if k == 1 and gathered.shape[1] == 1:
+        return unpack(gathered[:, 0].amax(0))
     merged = gathered.permute(1, 2, 0, 3).flatten(2)  # [1 or 2, T, size * k], rank after rank: equal values in id order
     if len(merged) == 1:
         return unpack(merged[0].topk(k, dim=1).values)

@@ -1,7 +1,7 @@
 """The smallest prefix of an order over all shards that holds a given mass: top-p, and whatever ranks by another key.
 
-Sorting would need the row. A radix search needs, for each digit of the order's integer keys, the mass by digit: 16
-integers a row. The digit at which the sum from the top reaches the target is the next digit of the last kept key.
+Sorting would need the row. A radix search needs, for each digit of the order's integer keys, the mass by digit: 16 or
+256 integers a row. The digit at which the sum from the top reaches the target is the next digit of the last kept key.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from vocab_parallel.select.masses import Masses, masses_of
 from vocab_parallel.select.order import ordered_bits
 from vocab_parallel.select.scores import Scores
 
-_DIGIT_BITS = 4  # 16 bins a round: 1,024 bytes a row in all, 8,192 with 8 bits and half the rounds
-_BINS = 1 << _DIGIT_BITS
+_FEW_COLUMNS = 4096
+_MANY_COLUMNS = 8192  # of a rank, beside which 8 KiB a row are little: half the rounds then count more
 
 
 def smallest_prefix(
@@ -38,9 +38,11 @@ def smallest_prefix(
         Bool `[T, n]`: this rank's columns of the prefix.
 
     Collectives:
-        8 all-gathers of 128 bytes a row (16 for a float64 order), whatever the row holds; none if every rank holds the
-        columns.
+        4 all-gathers of 2,048 bytes a row where a rank has 8,192 columns or more, else 8 of 128 (twice as many for a
+        float64 order), whatever the row holds; none if every rank holds the columns.
     """
+    if scores.channel.size == 1 and scores.values.shape[1] <= _FEW_COLUMNS:
+        return _sorted_prefix(scores, order, masses, target)
     at = _candidates(scores, masses, target, by_value)
     rows = torch.div(at, max(1, scores.values.shape[1]), rounding_mode="floor")
     key = ordered_bits(order.reshape(-1).index_select(0, at))
@@ -56,6 +58,15 @@ def smallest_prefix(
     return mask.view(scores.values.shape)
 
 
+def _sorted_prefix(scores: Scores, order: Tensor, masses: Masses, target: Tensor) -> Tensor:
+    """The same by sorting: for a few columns."""
+    at = order.argsort(dim=1, descending=True, stable=True)  # ids ascend, so equal ones stay in their order
+    mass = masses_of(scores.values, masses.largest[:, None], masses.bits).gather(1, at)
+    before = mass.cumsum(1) - mass
+    kept = torch.empty_like(mass, dtype=torch.bool).scatter_(1, at, before < target[:, None])
+    return kept & (scores.values > -torch.inf)
+
+
 def _threshold(
     scores: Scores, rows: Tensor, key: Tensor, mass: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,18 +77,22 @@ def _threshold(
     """
     need, threshold = target, torch.zeros_like(target)
     tied = torch.empty(0)
-    bits = torch.iinfo(key.dtype).bits
-    for shift in range(bits - _DIGIT_BITS, -1, -_DIGIT_BITS):
-        sign = _BINS // 2 if shift == bits - _DIGIT_BITS else 0  # of the first digit: keys are signed
-        digit = ((key >> shift) & (_BINS - 1)) ^ sign
-        histogram = torch.zeros(scores.rows * _BINS, dtype=torch.int64, device=key.device)
-        histogram.index_add_(0, rows * _BINS + digit, mass)
-        by_rank = scores.channel.gather(histogram.view(scores.rows, _BINS))
+    bits, digit_bits = (
+        torch.iinfo(key.dtype).bits,
+        8 if scores.vocab_size // scores.channel.size >= _MANY_COLUMNS else 4,
+    )
+    bins = 1 << digit_bits
+    for shift in range(bits - digit_bits, -1, -digit_bits):
+        sign = bins // 2 if shift == bits - digit_bits else 0  # of the first digit: keys are signed
+        digit = ((key >> shift) & (bins - 1)) ^ sign
+        histogram = torch.zeros(scores.rows * bins, dtype=torch.int64, device=key.device)
+        histogram.index_add_(0, rows * bins + digit, mass)
+        by_rank = scores.channel.gather(histogram.view(scores.rows, bins))
         from_top = by_rank.sum(0).flip(1).cumsum(1)
-        steps = (from_top < need[:, None]).sum(1, keepdim=True).clamp(max=_BINS - 1)
+        steps = (from_top < need[:, None]).sum(1, keepdim=True).clamp(max=bins - 1)
         need = need - torch.where(steps > 0, from_top.gather(1, (steps - 1).clamp(min=0)), 0)[:, 0]
-        chosen = _BINS - 1 - steps[:, 0]
-        threshold = threshold << _DIGIT_BITS | (chosen ^ sign)
+        chosen = bins - 1 - steps[:, 0]
+        threshold = threshold << digit_bits | (chosen ^ sign)
         tied = by_rank.gather(2, chosen.expand(len(by_rank), -1)[..., None])[..., 0]
         same = (digit == chosen.to(key.dtype).index_select(0, rows)).nonzero()[:, 0]
         if len(same) < len(rows):

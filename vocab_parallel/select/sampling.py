@@ -10,7 +10,7 @@ from torch import Tensor
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.headers import checksum
 from vocab_parallel.select.filters import keep_min_p, keep_top_k, keep_top_p, temper
-from vocab_parallel.select.masses import BLOCK, Masses, masses_of, measure
+from vocab_parallel.select.masses import Masses, masses_of, measure
 from vocab_parallel.select.order import column_keys, merge
 from vocab_parallel.select.parameters import row_values
 from vocab_parallel.select.scores import Scores, describe, open_scores, rows_of
@@ -69,8 +69,8 @@ def sample(
         `Sample`: the tokens, and the streams to go on with.
 
     Collectives:
-        All-gathers of 8 bytes a row: best, mass, token. Top-k one of 8 k, after which every rank holds the candidates
-        and there are no more; top-p one of 8 and 8 of 128. For float64 twice as much. None at tp_size 1.
+        All-gathers of 8 bytes a row: best, mass, token (best and token 16 for float64). Top-k one of 8 k (16 k), after
+        which every rank holds the candidates and there are no more; top-p those of `top_p`. None at tp_size 1.
 
     Raises:
         ValueError: On every rank: a parameter out of range, with row and value; streams of another number of rows.
@@ -89,7 +89,7 @@ def sample(
     scores = open_scores(
         logits, shard, f"sample(logits {describe(logits)}, {', '.join(values)})",
         kind="candidates" if top_k is not None else "select",
-        checksum=same,
+        checksum=same, may_hide_nan=False,
     )  # fmt: skip
     with scores.channel.guard():
         if fault is not None:
@@ -159,8 +159,10 @@ def _column_at(scores: Scores, masses: Masses, at: Tensor) -> Tensor:
         return torch.zeros_like(at)
     through = masses.blocks.to(torch.int64).cumsum(1)
     block = (through <= at[:, None]).sum(1, keepdim=True).clamp(max=through.shape[1] - 1)
+    if masses.width == 1:
+        return block[:, 0]
     at = at[:, None] - torch.where(block > 0, through.gather(1, (block - 1).clamp(min=0)), 0)
-    columns = block * BLOCK + torch.arange(min(BLOCK, n), device=at.device)
+    columns = block * masses.width + torch.arange(min(masses.width, n), device=at.device)
     values = scores.values.gather(1, columns.clamp(max=n - 1)).masked_fill(columns >= n, -torch.inf)
     through = masses_of(values, masses.largest[:, None], masses.bits).cumsum(1)
-    return (block[:, 0] * BLOCK + (through <= at).sum(1)).clamp(max=n - 1)
+    return (block[:, 0] * masses.width + (through <= at).sum(1)).clamp(max=n - 1)

@@ -79,6 +79,13 @@ class Scores:
         values = self.values.masked_fill(~mask, -torch.inf)
         return replace(self, values=values) if keeps_peak else self.with_values(values)
 
+    def at(self, rows: Tensor) -> Scores:
+        """These rows, int64 `[N]`, only; every rank must take the same."""
+        ids = self.token_ids[rows] if self.replicated else self.token_ids
+        largest = None if self.largest is None else self.largest[rows]
+        peak = None if self.peak is None else Peak(self.peak.values[rows], self.peak.token_ids[rows])
+        return replace(self, values=self.values[rows], token_ids=ids, largest=largest, peak=peak)
+
     def listed(self, ids: Tensor) -> Tensor:
         """Bool `[T, n]`: the columns whose id is among the row's `ids`, int64 `[T, m]`, or `[m]` for all rows.
 
@@ -117,16 +124,23 @@ def nan_found(logits: object, shard: VocabShard) -> Found | None:
     except ValueError:
         return None
     assert isinstance(logits, Tensor)
+    if not shard.defers(logits.device) and not _has_nan(logits, shard):
+        return Found(torch.tensor([-1, 0], device=logits.device), NonFiniteError, _describe_nan)
     flat = logits.detach().reshape(-1, shard.shard_size)[:, : shard.num_valid]
     bad = flat.amax(1).isnan() if flat.shape[1] else flat.new_zeros(len(flat), dtype=torch.bool)
     row = first_row(bad)
     return Found(torch.stack([row, torch.full_like(row, shard.rank)]), NonFiniteError, _describe_nan)
 
 
-def _describe_nan(row: int, rank: int) -> Exception:
+def _has_nan(logits: Tensor, shard: VocabShard) -> bool:
+    real = logits.detach()[..., : shard.num_valid]
+    return real.numel() > 0 and bool(real.amax().isnan())
+
+
+def _describe_nan(row: int, rank: int | None = None) -> Exception:
+    where = "" if rank is None else f" among the logits of rank {rank} of the group"
     return NonFiniteError(
-        f"row {row} holds NaN among the logits of rank {rank} of the group: it has no order. Likely an overflow "
-        "upstream, or an uninitialised weight."
+        f"row {row} holds NaN{where}: it has no order. Likely an overflow upstream, or an uninitialised weight."
     )
 
 
@@ -141,19 +155,27 @@ def rows_of(logits: object, shard: VocabShard) -> int:
 
 
 def open_scores(
-    logits: Tensor, shard: VocabShard, call: str, *, kind: str = "select", checksum: Tensor | int = 0
+    logits: Tensor,
+    shard: VocabShard,
+    call: str,
+    *,
+    kind: str = "select",
+    checksum: Tensor | int = 0,
+    may_hide_nan: bool = True,
 ) -> Scores:
     """The `Scores` of an operation's logits, with the channel that its first gather opens.
 
     Args:
         call, kind, checksum: As in `Channel`; a checksum may lie on any device.
+        may_hide_nan: A NaN may be masked before the rows' best is known, so it is looked for here.
 
     Raises:
         LayoutMismatchError: On every rank, if these are not a rank's columns.
     """
     if isinstance(checksum, Tensor) and isinstance(logits, Tensor):
         checksum = checksum.to(logits.device)
-    channel = Channel(shard, call, kind=kind, checksum=checksum, found=nan_found(logits, shard))
+    found = nan_found(logits, shard) if may_hide_nan else None
+    channel = Channel(shard, call, kind=kind, checksum=checksum, found=found)
     with channel.guard():
         check_logits(logits, shard)
     return Scores.of(logits, shard, channel)
@@ -228,26 +250,34 @@ def require_support(
     cause: str = "every id is masked to -inf. Leave at least one legal",
     infinite: bool = True,
 ) -> None:
-    """Raises on every rank for the first row without a column above -inf, and unless `infinite` for one with +inf.
+    """Raises on every rank for the first row whose largest value is NaN or -inf, or, unless `infinite`, +inf.
 
     Args:
-        largest: `[T]` the rows' largest values, the same on every rank.
+        largest: `[T]`, the same on every rank.
         error: Class of the error of a row without columns.
         cause: Why it has none, in words.
     """
+    good = largest > -torch.inf if infinite else largest.isfinite()
+    if not scores.channel.group.defers(largest.device) and bool(good.all()):
+        return
+    row = first_row(~good)
     if len(largest) == 0:
         return
+    at = row.clamp(min=0)[None]
+    value = largest.index_select(0, at)[0]
+    token_id = scores.peak.token_ids.index_select(0, at)[0] if scores.peak is not None else torch.full_like(row, -1)
+    flags = torch.stack([row, value.isnan().to(torch.int64), (value > 0).to(torch.int64), token_id])
+    layout = getattr(scores.channel.group, "layout", None)
 
     def describe(flags: list[int]) -> Exception:
-        row, at_infinity = flags
+        row, nan, at_infinity, token_id = flags
+        if nan:
+            return _describe_nan(row, layout.owner(token_id) if layout is not None and token_id >= 0 else None)
         if at_infinity:
             return NonFiniteError(f"row {row} holds +inf, which no distribution has. Likely an overflow upstream.")
         return error(f"row {row} has no finite logit: {cause}.")
 
-    bad = largest == -torch.inf
-    row = first_row(bad if infinite else bad | (largest == torch.inf))
-    at_infinity = (largest.index_select(0, row.clamp(min=0)[None])[0] > 0).to(torch.int64)
-    scores.channel.judge(torch.stack([row, at_infinity]), error, describe)
+    scores.channel.judge(flags, error, describe)
 
 
 def _best(scores: Scores, k: int) -> tuple[Tensor, Tensor]:

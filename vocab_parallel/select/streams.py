@@ -23,6 +23,7 @@ ALGORITHM = "philox4x32-10"
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+_FEW_ROWS = 16
 _FORK = 0x666F726B  # "fork": keys children apart from draws
 
 
@@ -99,6 +100,9 @@ class Streams:
 
     def bits(self) -> Tensor:
         """int64 `[T]`, uniform in `[0, 2**62)`: the next number of each row. Does not advance."""
+        if self.seeds.device.type == "cpu" and len(self) <= _FEW_ROWS:  # in Python's integers: fewer microseconds
+            each = zip(self.seeds.tolist(), self.draws.tolist(), self.requests.tolist(), strict=True)
+            return torch.tensor([_bits(*words) for words in each], dtype=torch.int64)
         words = philox(self.seeds, _halves(self.draws) + _halves(self.requests))
         return (words[0] & 0x7FFFFFFF) << 31 | words[1] & 0x7FFFFFFF
 
@@ -179,6 +183,17 @@ def philox(key: Tensor, counter: Sequence[Tensor]) -> Tensor:
         high, low = _product(even, multiplier)
         even, odd = high.flip(0) ^ odd ^ keys, low.flip(0)
     return torch.stack([even[0], odd[0], even[1], odd[1]])
+
+
+def _bits(seed: int, draw: int, request: int) -> int:
+    """`Streams.bits` of one row."""
+    key = [seed & _MASK, (seed >> 32) & _MASK]
+    a, b, c, d = draw & _MASK, (draw >> 32) & _MASK, request & _MASK, (request >> 32) & _MASK
+    for _ in range(10):
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = (second >> 32) ^ b ^ key[0], second & _MASK, (first >> 32) ^ d ^ key[1], first & _MASK
+        key = [(word + weyl) & _MASK for word, weyl in zip(key, _WEYL, strict=True)]
+    return (a & 0x7FFFFFFF) << 31 | b & 0x7FFFFFFF
 
 
 def _product(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
