@@ -32,15 +32,6 @@ WAITING: dict[str, dict[str, str]] = {
         "C03": "export of the real rows",
         "C06": "loading a tied checkpoint into an untied model, and the reverse",
     },
-    "decode": {
-        "X13": "top-k and top-p in a declared order",
-        "X16": "temperature",
-        "X24": "banned and allowed ids",
-        "X26": "sums over log-probabilities of a filtered row",
-        "B01": "beam search",
-        "B02": "beam search",
-        "B04": "beam search",
-    },
 }
 
 # Inputs that are handed to an operation as numbers of the tested dtype.

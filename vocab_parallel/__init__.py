@@ -37,7 +37,18 @@ from vocab_parallel.loss import (
     token_logprobs,
 )
 from vocab_parallel.pipeline_tie import PipelineTie
-from vocab_parallel.select import Nucleus, Sample, Streams, TopK, greedy, sample, top_k, top_p
+from vocab_parallel.select import (
+    Nucleus,
+    Sample,
+    Streams,
+    TopK,
+    TopLogprobs,
+    greedy,
+    sample,
+    top_k,
+    top_logprobs,
+    top_p,
+)
 from vocab_parallel.shard import Traffic, VocabShard
 from vocab_parallel.tying import tie_weights, verify_tied, vocab_parameters
 
@@ -59,6 +70,7 @@ __all__ = [
     "TargetRangeError",
     "TokenRangeError",
     "TopK",
+    "TopLogprobs",
     "Traffic",
     "TyingError",
     "UngatheredWeightError",
@@ -82,6 +94,7 @@ __all__ = [
     "tie_weights",
     "token_logprobs",
     "top_k",
+    "top_logprobs",
     "top_p",
     "verify_tied",
     "vocab_parallel_embedding",

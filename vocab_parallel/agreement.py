@@ -18,16 +18,15 @@ from torch import Tensor
 from vocab_parallel.collectives import Pending, all_gather, repeat
 from vocab_parallel.deferral import Found, Plan, Step, class_code, first_row
 from vocab_parallel.headers import (
-    CHECKSUM,
-    FAULT,
-    FOUND_ROW,
     HEADER_BYTES,
+    HEADER_WORDS,
     ROWS,
     TARGET_ROWS,
     TRUSTS,
     Verdict,
+    as_bytes,
     checksum,
-    constant_header,
+    message,
     signature,
 )
 from vocab_parallel.shard import RankGroup, device_of
@@ -152,25 +151,12 @@ class Exchange:
             None if self._expected is None else (self._expected.call, self._expected.signature),
         )  # fmt: skip
         self._capacity = max(group.sizes(kind))
-        self._buffer = torch.zeros(HEADER_BYTES + self._capacity, dtype=torch.uint8, device=device)
-        self._fill_header(rows or 0, target_rows or 0, checksum, status)
-        if self._payload is not None and self._need is not None and self._need <= self._capacity:
-            self._buffer[HEADER_BYTES : HEADER_BYTES + self._need] = _as_bytes(self._payload)
+        self._fits = self._payload is not None and self._need is not None and self._need <= self._capacity
+        code = 0 if fault is None else class_code(type(fault))
+        words = (self._signature, code, rows or 0, target_rows or 0, checksum, int(self._trusts))
+        payload = self._payload if self._fits else None
+        self._buffer = message(group, words, found, status, payload, self._capacity, device, may_read=not self._defers)
         self._start()
-
-    def _fill_header(self, rows: int, target_rows: int, checksum: Tensor | int, status: Tensor | None) -> None:
-        header = self._buffer[:HEADER_BYTES].view(torch.int64)
-        code = 0 if self.fault is None else class_code(type(self.fault))
-        words = (self._signature, code, rows, target_rows, 0, int(self._trusts))
-        header.copy_(constant_header(self.group, words, header.device))
-        if isinstance(checksum, Tensor):
-            header[CHECKSUM].copy_(checksum)
-        else:
-            header[CHECKSUM].fill_(checksum)
-        if self._verdict.found is not None:
-            header[FOUND_ROW:].copy_(self._verdict.found.words)
-        if status is not None:
-            header[FAULT].copy_(status)
 
     def _start(self) -> None:
         habit = self.group.habit
@@ -198,7 +184,7 @@ class Exchange:
             return
         self.group.sizes(kind).append(need)
         if need > self._capacity:
-            payload = self._buffer.new_zeros(need) if self._payload is None else _as_bytes(self._payload)
+            payload = self._buffer.new_zeros(need) if self._payload is None else as_bytes(self._payload)
             with self.group.habit.unnoted():
                 self._rest = all_gather(self.group, payload)
 
@@ -221,6 +207,16 @@ class Exchange:
         else:
             payloads = gathered[:, HEADER_BYTES : HEADER_BYTES + self._need].contiguous()
         return payloads.view(self._payload.dtype).view(self.group.size, *self._payload.shape)
+
+    def wait_words(self) -> list[list[int]]:
+        """As `wait`, for an int64 payload on a CPU: each rank's as Python's integers, in fewer steps."""
+        if self.group.size == 1 or self._trusts or self._payload is None or not self._fits or self._capacity % 8:
+            return self.wait().flatten(1).tolist()
+        words = self._pending.wait().view(torch.int64).tolist()
+        self.headers = [row[:HEADER_WORDS] for row in words]
+        self._raise_if_any()
+        self._agree()
+        return [row[HEADER_WORDS : HEADER_WORDS + self._payload.numel()] for row in words]
 
     def _raise_if_any(self) -> None:
         """Same headers, same decision on every rank; the words follow in one more all-gather."""
@@ -290,7 +286,3 @@ def _imitate(group: RankGroup, step: Step, like: Tensor) -> None:
         sizes.append(step.need)
         if step.need > capacity:
             all_gather(group, like.new_zeros(step.need)).wait()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

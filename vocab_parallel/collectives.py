@@ -22,6 +22,8 @@ from vocab_parallel.shard import RankGroup, VocabShard
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
+_KNOWN = (torch.uint8, torch.int64)  # to every backend, and what calls send most; others go as bytes
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -63,7 +65,9 @@ def all_gather(group: RankGroup, x: Tensor) -> Pending:
     flat = x.new_empty(group.size * x.numel())
     out = flat.view(group.size, *x.shape)
     sent = x.nbytes * (group.size - 1)
-    mine, every = x.view(-1).view(torch.uint8), flat.view(torch.uint8)  # backends do not know every dtype
+    mine, every = x if x.dim() == 1 else x.view(-1), flat
+    if x.dtype not in _KNOWN:
+        mine, every = mine.view(torch.uint8), flat.view(torch.uint8)
     return _start(
         "all_gather", group, sent, out, x,
         lambda: getattr(dist, _ALL_GATHER)(every, mine, group=group.group, async_op=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ def signature(call: str) -> int:
     return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def constant_header(group: RankGroup, words: tuple[int, ...], device: torch.device) -> Tensor:
+def constant_header(group: RankGroup, words: tuple[int | Tensor, ...], device: torch.device) -> Tensor:
     """A header `[8]` with these first words and no bad value, without a copy from the host: that would wait."""
     key = (*words, device)
     if key not in group.headers:
@@ -42,6 +43,55 @@ def constant_header(group: RankGroup, words: tuple[int, ...], device: torch.devi
         header[FOUND_ROW].fill_(-1)
         group.headers[key] = header
     return group.headers[key]
+
+
+def message(
+    group: RankGroup,
+    words: tuple[int | Tensor, ...],
+    found: Found | None,
+    status: Tensor | None,
+    payload: Tensor | None,
+    capacity: int,
+    device: torch.device,
+    *,
+    may_read: bool,
+) -> Tensor:
+    """A header and room for `capacity` bytes with the payload in it, as uint8.
+
+    Args:
+        words: The header's up to `TRUSTS`; the checksum may be a tensor.
+        found, status: As in `agreement.Exchange`.
+        may_read: Whether the host may read tensors: on a CPU it then writes the header at once.
+    """
+    if may_read and status is None and device.type == "cpu":
+        bad = (-1, 0) if found is None else found.words.tolist()
+        header = struct.pack(f"<{HEADER_WORDS}q", *map(int, words), *bad)
+        parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
+        if payload is not None:
+            parts.append(as_bytes(payload))
+        rest = HEADER_BYTES + capacity - sum(len(part) for part in parts)
+        return torch.cat([*parts, torch.zeros(rest, dtype=torch.uint8)] if rest else parts)
+    buffer = torch.zeros(HEADER_BYTES + capacity, dtype=torch.uint8, device=device)
+    if payload is not None:
+        buffer[HEADER_BYTES : HEADER_BYTES + payload.nbytes] = as_bytes(payload)
+    in_place = buffer[:HEADER_BYTES].view(torch.int64)
+    checksum, constant = words[CHECKSUM], (*words[:CHECKSUM], 0, *words[CHECKSUM + 1 :])
+    in_place.copy_(constant_header(group, constant, device))
+    if isinstance(checksum, Tensor):
+        in_place[CHECKSUM].copy_(checksum)
+    else:
+        in_place[CHECKSUM].fill_(checksum)
+    if found is not None:
+        in_place[FOUND_ROW:].copy_(found.words)
+    if status is not None:
+        in_place[FAULT].copy_(status)
+    return buffer
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """uint8, flat."""
+    tensor = tensor.contiguous()
+    return (tensor if tensor.dim() == 1 else tensor.view(-1)).view(torch.uint8)
 
 
 def checksum(ids: Tensor) -> Tensor:

@@ -152,6 +152,7 @@ class VocabShard(RankGroup):
         self.layout = layout
         if group is not None:
             _compare_layouts(layout, group, deferred_errors)
+        self._token_ids: dict[torch.device, Tensor] = {}
         ids = layout.range(self.rank)
         self.start, self.stop, self.num_valid = ids.start, ids.stop, len(ids)
 
@@ -166,6 +167,12 @@ class VocabShard(RankGroup):
     @property
     def tp_size(self) -> int:
         return self.size
+
+    def token_ids(self, device: torch.device) -> Tensor:
+        """int64 `[num_valid]`: its real ids, kept for the next call; not to be written to."""
+        if device not in self._token_ids:
+            self._token_ids[device] = torch.arange(self.start, self.stop, device=device)
+        return self._token_ids[device]
 
     def slice(self, table: Tensor, dim: int = 0, fill: float = 0.0) -> Tensor:
         """This rank's rows of a whole table of `vocab_size` entries along `dim`, padded to `shard_size` with `fill`."""

@@ -94,11 +94,19 @@ def test_the_closing_table_and_sample_are_printed(quickstart: tuple[Path, str]) 
     assert summary["loss_memory_bytes"] < summary["whole_logits_bytes"] == 256 * 131_072 * 4
 
 
-def test_generate_continues_on_the_ranks_of_the_training(quickstart: tuple[Path, str]) -> None:
+def test_generate_continues_on_the_ranks_of_the_training(quickstart: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = quickstart
-    job = torchrun(2, "generate", str(folder), "--prompt", "def f(", "generate.method=greedy", "generate.max_tokens=3")
+    job = torchrun(
+        2, "generate", str(folder), "--policy", "configs/policies/creative.yaml", "--seed", "3", "--prompt", "def f(",
+        "--prompt", "x", "--request", "one", "--request", "two", "--trace", str(tmp_path / "trace.jsonl"),
+        "generate.max_tokens=3",
+    )  # fmt: skip
     assert job.returncode == 0, job.stderr
-    assert job.stdout.startswith("def f(") and job.stdout.count("def f(") == 1  # one rank prints
+    assert job.stdout.startswith("--- one\ndef f(") and job.stdout.count("def f(") == 1  # one rank prints
+    assert "\n--- two\nx" in job.stdout
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [(line["request"], line["step"]) for line in lines][:2] == [("one", 0), ("two", 0)]
+    assert len(lines) <= 6 and all(line["support"] <= line["legal"] == 131_072 for line in lines)
 
 
 def test_generate_on_other_ranks_is_refused(quickstart: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:

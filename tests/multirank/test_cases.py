@@ -14,7 +14,18 @@ import pytest
 import torch
 
 from tests.batch import run_batch
-from tests.case_runners import deepspeed, layouts, losses, sampling, selection, together, tying
+from tests.case_runners import (
+    decode_beam,
+    decode_processors,
+    decode_warpers,
+    deepspeed,
+    layouts,
+    losses,
+    sampling,
+    selection,
+    together,
+    tying,
+)
 from tests.case_runners.common import Expected, Ranks, Runner
 from tests.cases import active_cases, load_cases
 
@@ -48,6 +59,13 @@ RUNNERS: dict[str, Runner] = {
     "sample_tp_invariant": Runner(sampling.check_sampling, sampling.observe_sampling),
     "sample_batch_invariant": Runner(sampling.check_sampling, sampling.observe_sampling),
     "sample_distribution": Runner(sampling.check_sampling, sampling.observe_sampling),
+    "temperature": Runner(decode_warpers.check_temperature, decode_warpers.observe_temperature),
+    "filter_chain": Runner(decode_warpers.check_filter_chain, decode_warpers.observe_filter_chain),
+    "logits_processor": Runner(decode_processors.check_banned, decode_processors.observe_banned),
+    "masked_sum": Runner(decode_processors.check_masked_sum, decode_processors.observe_masked_sum),
+    "beam_decode": Runner(decode_beam.check_flat_index, every_dtype=False),
+    "beam_step": Runner(decode_beam.check_beam_step, decode_beam.observe_beam_step),
+    "beam_reorder": Runner(decode_beam.check_reorder, every_dtype=False),
     "tied_step": Runner(tying.check_tied_step, tying.observe_tied_step),
     "tied_load": Runner(tying.check_tied_load, tying.observe_tied_load),
     "tied_mismatch": Runner(tying.check_tied_mismatch, tying.observe_tied_mismatch),

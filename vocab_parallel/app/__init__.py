@@ -16,7 +16,7 @@ COMMANDS = {
     "generate": "continue a prompt from a run folder",
     "doctor": "print environment and layout, and test every operation on the ranks it runs on",
     "plan": "predict time, memory and bytes of each schedule of the loss, with advice",
-    "bench": "time the loss against other libraries and the bare matrix products, with memory and collectives",
+    "bench": "time the loss beside other libraries, or selection beside gathering, with bytes and collectives",
     "report": "rebuild a run folder's report.html",
 }
 

@@ -177,16 +177,20 @@ class GenerateConfig:
 
     prompt: str = "import "
     max_tokens: int = 48
+    policy: str | None = None  # a policy file, or a preset's name; null: one of the next three
     method: str = "top_k"  # greedy | top_k
     k: int = 20
     temperature: float = 0.8
-    seed: int = 0
+    seed: int = 0  # of the random numbers, with the request's name
+    request: str | None = None  # the request's name; null: its prompt
+    beams: int | None = None  # above 1: a beam search with this many; null: what the policy's file says, else none
 
     def __post_init__(self) -> None:
         choice("generate.method", self.method, ("greedy", "top_k"))
         for name in ("max_tokens", "k"):
             require(getattr(self, name) >= 1, f"generate.{name}", "at least 1", getattr(self, name))
-        require(self.temperature > 0, "generate.temperature", "above 0", self.temperature)
+        require(self.beams is None or self.beams >= 1, "generate.beams", "null or at least 1", self.beams)
+        require(self.temperature >= 0, "generate.temperature", "0 (greedy) or more", self.temperature)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from vocab_parallel.app import config as configs
 from vocab_parallel.app import oracle, runlog
 from vocab_parallel.app.config import HOSTS, Config
 from vocab_parallel.app.data import Corpus, open_corpus
+from vocab_parallel.app.decoding import decoding_of
 from vocab_parallel.app.hosts import host_class, open_host
 from vocab_parallel.app.job import Job, builds_files, join
 from vocab_parallel.app.memory import peak_process_bytes
@@ -37,6 +38,7 @@ def train(config: Config) -> dict[str, Any]:
     """
     started = time.perf_counter()
     vocabulary = open_vocabulary(config.data.vocab)
+    decoding_of(config.generate, vocabulary.size)  # a bad policy must not end a training at its sample
     corpus = _corpus(config, vocabulary)
     host_class(config.host)  # imports the stack, or says that it is missing, before the ranks wait for each other
     with join(config.parallel) as job:

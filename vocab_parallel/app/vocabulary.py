@@ -42,6 +42,9 @@ class Vocabulary(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; special ids have no text and are left out."""
 
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The same as UTF-8, which may begin or end within a character."""
+
 
 class Tekken:
     """Mistral's Tekken vocabulary: 1,000 special ids, then byte-pair ranks; id = rank + 1000.
@@ -74,7 +77,10 @@ class Tekken:
         return [[rank + self.num_special for rank in ranks] for ranks in batch]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._encoding.decode([token - self.num_special for token in ids if token >= self.num_special])
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return self._encoding.decode_bytes([token - self.num_special for token in ids if token >= self.num_special])
 
 
 class ByteVocabulary:
@@ -89,7 +95,10 @@ class ByteVocabulary:
         return [[byte + 3 for byte in text.encode("utf-8", "surrogatepass")] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(token - 3 for token in ids if token >= 3).decode("utf-8", "replace")
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return bytes(token - 3 for token in ids if token >= 3)
 
 
 def tekken_path() -> Path:

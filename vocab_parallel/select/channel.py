@@ -26,6 +26,8 @@ class Channel:
 
     Attributes:
         size, rank: Of the group.
+        opened: Whether this rank has begun the first gather.
+        agreed: Whether it is over: then all ranks make this call.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Channel:
     ) -> None:
         self.group, self.call, self.kind, self.checksum, self.found = group, call, kind, checksum, found
         self.size, self.rank = group.size, group.rank
-        self.opened = False
+        self.opened = self.agreed = False
 
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' equal-shaped `x`, `[size, *x.shape]` in rank order. One all-gather.
@@ -50,6 +52,17 @@ class Channel:
         if self.opened:
             return all_gather(self.group, x).wait() if self.size > 1 else x[None]
         return self._open(payload=x.contiguous())
+
+    def gather_words(self, words: list[int], device: torch.device) -> list[list[int]]:
+        """As `gather` for a few Python integers, on a CPU."""
+        if self.size == 1 and self.opened:
+            return [words]
+        x = torch.tensor(words, dtype=torch.int64, device=device)
+        if self.opened:
+            return all_gather(self.group, x).wait().tolist()
+        gathered = self._exchange(payload=x).wait_words()
+        self.agreed = True
+        return gathered
 
     def open(self, device: torch.device | None = None) -> None:
         """Opens the call without data, unless it is open. One all-gather of a header."""
@@ -69,7 +82,7 @@ class Channel:
     def alone(self) -> Channel:
         """A channel of this rank only, for what every rank holds."""
         other = Channel(RankGroup(None, within=self.group), self.call)
-        other.opened = True
+        other.opened = other.agreed = True
         return other
 
     def judge(self, flags: Tensor, error: type[Exception], describe: Callable[[list[Any]], Exception]) -> None:
@@ -77,7 +90,10 @@ class Channel:
         judge(self.group, flags, error, describe)
 
     def _open(self, **given: Any) -> Tensor:
+        gathered = self._exchange(**given).wait()
+        self.agreed = True
+        return gathered
+
+    def _exchange(self, **given: Any) -> Exchange:
         self.opened = True
-        return Exchange(
-            self.group, self.kind, self.call, checksum=self.checksum, found=self.found, **given
-        ).wait()  # fmt: skip
+        return Exchange(self.group, self.kind, self.call, checksum=self.checksum, found=self.found, **given)

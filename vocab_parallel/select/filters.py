@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vocab_parallel.select.masses import CLOSE, Masses, masses_of, measure
+from vocab_parallel.select.masses import CLOSE, Masses, measure, with_masses
 from vocab_parallel.select.prefix import smallest_prefix
 from vocab_parallel.select.scores import Scores, peak_of, top_candidates, with_largest
 
@@ -101,15 +101,16 @@ def nucleus(scores: Scores, p: Tensor) -> tuple[Scores, Masses, Tensor, Scores |
     p = p.to(scores.values.device)
     off = p >= 1.0
     if scores.channel.size == 1 or scores.channel.group.defers(p.device):
-        scores = with_largest(scores)
+        scores = with_masses(with_largest(scores))
         masses = measure(scores)
         mask = smallest_prefix(scores, scores.values, masses, reach(masses.total, p), by_value=True)
         return scores, masses, mask | off[:, None], None
-    best = top_candidates(scores, min(_CERTIFIED, scores.vocab_size))
+    best = with_masses(top_candidates(scores, min(_CERTIFIED, scores.vocab_size)))
     scores = replace(scores, largest=best.largest, peak=best.peak)
     masses = measure(scores)
     target = reach(masses.total, p)
-    held = masses_of(best.values, masses.largest[:, None], masses.bits).sum(1) >= target
+    assert best.masses is not None
+    held = best.masses.to(torch.int64).sum(1) >= target
     best = best.keep(smallest_prefix(best, best.values, masses, target))
     mask = _among(scores, best) | off[:, None]
     rows = (~held & ~off).nonzero()[:, 0]

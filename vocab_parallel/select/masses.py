@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocab_parallel.select.scores import Scores, require_support, value_range, with_largest
+from vocab_parallel.select.scores import Scores, may_use_words, require_support, value_range, with_largest
 
 CLOSE = 2.0**-20
 """A probability this near to a threshold, as a part of it, has reached it: rounding never decides."""
@@ -115,18 +116,33 @@ def measure(scores: Scores, *, moments: bool = False) -> Masses:
     require_support(scores, scores.largest, infinite=False)
     bits, width = mass_bits(scores.vocab_size), BLOCK
     if scores.values.shape[1] <= _FEW_COLUMNS and not moments:
-        width = 1
-        gap = scores.values.to(torch.float64, copy=True).sub_(scores.largest[:, None])
-        blocks, more = _scaled_exp(gap, bits, scores.values.dtype).add_(_MAGIC).sub_(_MAGIC), []
+        width, more = 1, []
+        blocks = scores.masses if scores.masses is not None else _few_masses(scores.values, scores.largest, bits)
     else:
         blocks, *more = _block_sums(scores.values, scores.largest, bits, moments)
     sums = [blocks.to(torch.int64).sum(1)]
+    if not moments and may_use_words(scores):
+        by_rank = scores.channel.gather_words(sums[0].tolist(), blocks.device)
+        totals = torch.tensor([sum(of_ranks) for of_ranks in zip(*by_rank, strict=True)])
+        return Masses(scores.largest, bits, torch.tensor(by_rank), totals, blocks, width)
     if moments:
         sums += [one.to(torch.int64).sum(1) for one in more]
         sums.append((scores.values > -torch.inf).sum(1))
     gathered = scores.channel.gather(torch.stack(sums))  # [size, 1 or 4, T]
     total, *rest = gathered.sum(0)
     return Masses(scores.largest, bits, gathered[:, 0], total, blocks, width, *rest)
+
+
+def with_masses(scores: Scores) -> Scores:
+    """The same few columns, with their masses formed once for what follows. Their largest must be known."""
+    if scores.values.shape[1] > _FEW_COLUMNS or scores.masses is not None or scores.largest is None:
+        return scores
+    return replace(scores, masses=_few_masses(scores.values, scores.largest, mass_bits(scores.vocab_size)))
+
+
+def _few_masses(values: Tensor, largest: Tensor, bits: int) -> Tensor:
+    gap = values.to(torch.float64, copy=True).sub_(largest[:, None])
+    return _scaled_exp(gap, bits, values.dtype).add_(_MAGIC).sub_(_MAGIC)
 
 
 def mass_bits(vocab_size: int) -> int:
@@ -177,7 +193,8 @@ def value_spread(scores: Scores) -> Tensor:
     local = torch.stack([finite.sum(1), gap.sum(1), (gap * gap).sum(1)])
     count, first, second = scores.channel.gather(local).sum(0).double()
     mean = first / count
-    return (second / count - mean * mean).clamp(min=0.0).sqrt() / scale
+    spread: Tensor = (second / count - mean * mean).clamp(min=0.0).sqrt() / scale
+    return spread
 
 
 def _block_sums(values: Tensor, largest: Tensor, bits: int, moments: bool) -> list[Tensor]:

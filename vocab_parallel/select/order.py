@@ -8,13 +8,18 @@ leaves no room for the id: its candidates travel as two integers.
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
 _LOW = 0xFFFFFFFF
-_NONE = torch.iinfo(torch.int64).min  # below every candidate
+NONE: int = torch.iinfo(torch.int64).min  # below every candidate
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK = 64  # columns that are looked at by their maximum first
+_MANY_COLUMNS = 1 << 15
+_SMALL = 1 << 18  # columns of all rows
+FEW_ROWS = 16
 
 
 def best_columns(values: Tensor, token_ids: Tensor, k: int) -> Tensor:
@@ -30,14 +35,19 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int) -> Tensor:
     found = min(k, columns)
     planes = 2 if values.dtype == torch.float64 else 1
     out = torch.full((planes, rows, k), _LOW, dtype=torch.int64, device=values.device)  # an id beyond all
-    out[0] = _NONE
+    out[0] = NONE
     if found == 0:
         return out
-    if columns > 4 * k * _BLOCK:
+    if columns > 2 * k * _BLOCK:
         values, token_ids = _narrowed(values, token_ids, k)
+    if planes == 1 and values.numel() <= _SMALL:  # where ties leave no doubt, the library's order of values will do
+        top = values.topk(found, dim=1)
+        if bool(((values >= top.values[:, -1:]).sum(1) == found).all()):
+            out[0, :, :found] = pack(top.values, ids_at(token_ids, top.indices))
+            return out
     if values.dtype == torch.float64:
         ordered, index = ordered_bits(values).sort(dim=1, descending=True, stable=True)
-        out[0, :, :found], out[1, :, :found] = ordered[:, :found], _ids_at(token_ids, index[:, :found])
+        out[0, :, :found], out[1, :, :found] = ordered[:, :found], ids_at(token_ids, index[:, :found])
     else:
         step = max(1, _BLOCK_ELEMENTS // columns)  # never all rows' keys at once: they are 8 bytes a column
         for at in range(0, rows, step):
@@ -54,10 +64,10 @@ def column_keys(values: Tensor, token_ids: Tensor, column: Tensor | None, there:
     """
     planes = 2 if values.dtype == torch.float64 else 1
     if column is None or values.shape[1] == 0:
-        return torch.tensor([_NONE, _LOW], device=values.device)[:planes, None, None].repeat(1, len(values), 1)
-    value, token_id = values.gather(1, column[:, None]), _ids_at(token_ids, column[:, None])
+        return torch.tensor([NONE, _LOW], device=values.device)[:planes, None, None].repeat(1, len(values), 1)
+    value, token_id = values.gather(1, column[:, None]), ids_at(token_ids, column[:, None])
     keys = torch.stack([ordered_bits(value), token_id]) if planes == 2 else pack(value, token_id)[None]
-    return keys if there is None else torch.where(there[:, None], keys, _NONE)
+    return keys if there is None else torch.where(there[:, None], keys, NONE)
 
 
 def _narrowed(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -67,29 +77,25 @@ def _narrowed(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor
     """
     whole = values.shape[1] // _BLOCK
     blocks = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2)
-    number = torch.arange(whole, device=values.device)
-    if values.dtype == torch.float64:
-        best = ordered_bits(blocks).sort(dim=1, descending=True, stable=True).indices[:, :k]
-    else:
-        best = unpack(pack(blocks, number).topk(k, dim=1).values)[1]
+    best = blocks.sort(dim=1, descending=True, stable=True).indices[:, :k]  # of equal maxima the first block
     index = (best.sort(dim=1).values[..., None] * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
     rest = torch.arange(whole * _BLOCK, values.shape[1], device=values.device).expand(len(values), -1)
     index = torch.cat([index, rest], 1)
-    return values.gather(1, index), _ids_at(token_ids, index)
+    return values.gather(1, index), ids_at(token_ids, index)
 
 
 def _argmax(values: Tensor) -> Tensor:
-    """The first column of each row's largest value, NaN above all; by way of blocks, four times as fast on a CPU."""
+    """The first column of each row's largest value, NaN above all."""
     columns = values.shape[1]
     whole = columns // _BLOCK
-    if whole < 2:
-        return values.argmax(1)
-    blocks = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2)
+    if columns < _MANY_COLUMNS:
+        return values.max(1).indices
+    blocks = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2)  # a maximum alone is far faster on a CPU
     if columns % _BLOCK:
         blocks = torch.cat([blocks, values[:, whole * _BLOCK :].amax(1, keepdim=True)], 1)
-    start = blocks.argmax(1, keepdim=True) * _BLOCK
+    start = blocks.max(1, keepdim=True).indices * _BLOCK
     index = (start + torch.arange(_BLOCK, device=values.device)).clamp(max=columns - 1)
-    return start[:, 0] + values.gather(1, index).argmax(1)
+    return start[:, 0] + values.gather(1, index).max(1).indices
 
 
 def merge(gathered: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -127,5 +133,46 @@ def from_ordered(ordered: Tensor, dtype: torch.dtype) -> Tensor:
     return (ordered ^ ((ordered >> sign) & largest)).contiguous().view(dtype)
 
 
-def _ids_at(token_ids: Tensor, index: Tensor) -> Tensor:
-    return token_ids[index] if token_ids.dim() == 1 else token_ids.gather(1, index)
+def few(values: Tensor) -> bool:
+    """Whether rows `[T, n]` are so few that Python's integers beat chains of small tensor operations."""
+    return values.device.type == "cpu" and values.dtype != torch.float64 and 0 < len(values) <= FEW_ROWS
+
+
+def best_words(values: Tensor, token_ids: Tensor) -> list[int]:
+    """`best_columns` with k = 1 of few rows."""
+    if values.shape[1] == 0:
+        return [NONE] * len(values)
+    column = _argmax(values)
+    return words_of(values.gather(1, column[:, None]), ids_at(token_ids, column[:, None]))
+
+
+def words_of(values: Tensor, token_ids: Tensor) -> list[int]:
+    """`pack` of few rows `[T, 1]`."""
+    each = zip(values[:, 0].tolist(), token_ids[:, 0].tolist(), strict=True)
+    return [_key(value, token_id) for value, token_id in each]
+
+
+def best_of_words(gathered: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """The best of the ranks' words for each row: float32 values and ids `[T]`."""
+    keys = [max(words) for words in zip(*gathered, strict=True)]
+    values = torch.tensor([_value(key) for key in keys], dtype=torch.float32)
+    return values, torch.tensor([_LOW - (key & _LOW) for key in keys])
+
+
+def _key(value: float, token_id: int) -> int:
+    """`pack` of one column."""
+    bits: int = struct.unpack("<i", struct.pack("<f", value + 0.0))[0]
+    ordered = 0x7FFFFFFF if value != value else bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered << 32) | (_LOW - token_id)
+
+
+def _value(key: int) -> float:
+    """The value of one of `unpack`."""
+    ordered = key >> 32
+    value: float = struct.unpack("<f", struct.pack("<i", ordered ^ ((ordered >> 31) & 0x7FFFFFFF)))[0]
+    return value
+
+
+def ids_at(token_ids: Tensor, index: Tensor) -> Tensor:
+    """The ids `[T, m]` of columns `index` `[T, m]`."""
+    return index + token_ids[0] if token_ids.dim() == 1 else token_ids.gather(1, index)  # a rank's ids are a range

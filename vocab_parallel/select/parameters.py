@@ -45,5 +45,7 @@ def row_values(
             interval = f"{'(' if low_open else '['}{low:g}, {high:g}]"
             kind = "an integer" if integer else "a number"
             raise ValueError(f"{name}{where} must be {kind} in {interval}, got {value!r}")
-    tensor = torch.tensor(values, dtype=torch.int64 if integer else torch.float64, device=device)
-    return tensor if each else tensor.expand(rows).contiguous()
+    dtype = torch.int64 if integer else torch.float64
+    if not each:
+        return torch.full((rows,), values[0], dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, device=device)

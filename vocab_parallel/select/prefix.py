@@ -61,7 +61,9 @@ def smallest_prefix(
 def _sorted_prefix(scores: Scores, order: Tensor, masses: Masses, target: Tensor) -> Tensor:
     """The same by sorting: for a few columns."""
     at = order.argsort(dim=1, descending=True, stable=True)  # ids ascend, so equal ones stay in their order
-    mass = masses_of(scores.values, masses.largest[:, None], masses.bits).gather(1, at)
+    known = scores.masses
+    mass = masses_of(scores.values, masses.largest[:, None], masses.bits) if known is None else known.to(torch.int64)
+    mass = mass.gather(1, at)
     before = mass.cumsum(1) - mass
     kept = torch.empty_like(mass, dtype=torch.bool).scatter_(1, at, before < target[:, None])
     return kept & (scores.values > -torch.inf)

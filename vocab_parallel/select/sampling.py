@@ -11,9 +11,9 @@ from vocab_parallel.collectives import uncompiled
 from vocab_parallel.headers import checksum
 from vocab_parallel.select.filters import keep_min_p, keep_top_k, keep_top_p, temper
 from vocab_parallel.select.masses import Masses, masses_of, measure
-from vocab_parallel.select.order import column_keys, merge
+from vocab_parallel.select.order import FEW_ROWS, NONE, best_of_words, column_keys, ids_at, merge, words_of
 from vocab_parallel.select.parameters import row_values
-from vocab_parallel.select.scores import Scores, describe, open_scores, rows_of
+from vocab_parallel.select.scores import Scores, describe, may_use_words, open_scores, rows_of
 from vocab_parallel.select.streams import Streams, check_streams
 from vocab_parallel.shard import VocabShard
 
@@ -83,12 +83,13 @@ def sample(
     try:
         check_streams(streams, rows)
         values = _checked(given, rows)
-        same = checksum(torch.stack([streams.checksum().cpu(), *(checksum(_bits(one)) for one in values.values())]))
+        bits = (one.view(torch.int64) for one in values.values())
+        same = checksum(torch.stack([*(one.cpu() for one in streams.words), *bits]))
     except ValueError as error:
         fault = error
     scores = open_scores(
         logits, shard, f"sample(logits {describe(logits)}, {', '.join(values)})",
-        kind="candidates" if top_k is not None else "select",
+        kind="select" if top_k is None and top_p is None else "candidates",
         checksum=same, may_hide_nan=False,
     )  # fmt: skip
     with scores.channel.guard():
@@ -115,22 +116,57 @@ def draw(scores: Scores, streams: Streams, *, active: Tensor | None = None) -> D
     """
     masses = measure(scores)
     at = _scaled(streams.bits().to(scores.values.device), masses.total)  # in [0, total)
-    through = masses.by_rank.cumsum(0)
-    owner = (through <= at).sum(0)
-    at = at - torch.where(owner > 0, through.gather(0, (owner - 1).clamp(min=0)[None])[0], 0)
-    column = _column_at(scores, masses, at)
-    token = column_keys(scores.values, scores.token_ids, column, owner == scores.channel.rank)
-    values, token_ids = merge(scores.channel.gather(token), 1)
+    if scores.channel.size == 1:
+        column = _column_at(scores, masses, at)[:, None]
+        values, token_ids = scores.values.gather(1, column), ids_at(scores.token_ids, column)
+    else:
+        if may_use_words(scores):
+            return _drawn_by_words(scores, masses, at, streams.advanced(active), active)
+        through = masses.by_rank.cumsum(0)
+        owner = (through <= at).sum(0).clamp(max=scores.channel.size - 1)  # an empty row may be told of later
+        at = at - (through - masses.by_rank).gather(0, owner[None])[0]
+        token = column_keys(
+            scores.values, scores.token_ids, _column_at(scores, masses, at), owner == scores.channel.rank
+        )
+        values, token_ids = merge(scores.channel.gather(token), 1)
     values, token_ids = values[:, 0], token_ids[:, 0]
     if active is not None:
         token_ids = torch.where(active, token_ids, -1)
     return Drawn(token_ids, values, masses, streams.advanced(active))
 
 
+def _drawn_by_words(scores: Scores, masses: Masses, at: Tensor, streams: Streams, active: Tensor | None) -> Drawn:
+    """`draw` of few rows: only the rank that a row falls to looks for its column."""
+    mine, rest, words = [], [], []
+    for row, (position, of_ranks) in enumerate(zip(at.tolist(), masses.by_rank.t().tolist(), strict=True)):
+        owner = 0
+        while position >= of_ranks[owner]:
+            position, owner = position - of_ranks[owner], owner + 1
+        if owner == scores.channel.rank:
+            mine.append(row)
+            rest.append(position)
+    words = [NONE] * scores.rows
+    if mine:
+        rows = torch.tensor(mine)
+        part = scores.at(rows)
+        fewer = masses._replace(largest=masses.largest[rows], blocks=masses.blocks[rows])
+        column = _column_at(part, fewer, torch.tensor(rest))[:, None]
+        for row, word in zip(
+            mine, words_of(part.values.gather(1, column), ids_at(part.token_ids, column)), strict=True
+        ):
+            words[row] = word
+    values, token_ids = best_of_words(scores.channel.gather_words(words, at.device))
+    if active is not None:
+        token_ids = torch.where(active, token_ids, -1)
+    return Drawn(token_ids, values, masses, streams)
+
+
 def _checked(given: dict[str, object], rows: int) -> dict[str, Tensor]:
     """The parameters that do something, `[T]` each, in the order in which they apply."""
     largest = torch.finfo(torch.float32).max
-    values = {"temperature": row_values(given["temperature"], rows, "temperature", low=0.0, high=largest)}
+    values = {}
+    if not (type(given["temperature"]) in (int, float) and given["temperature"] == 1):
+        values["temperature"] = row_values(given["temperature"], rows, "temperature", low=0.0, high=largest)
     if given["top_k"] is not None:
         values["top_k"] = row_values(given["top_k"], rows, "top_k", low=1, integer=True)
     if given["top_p"] is not None:
@@ -140,12 +176,10 @@ def _checked(given: dict[str, object], rows: int) -> dict[str, Tensor]:
     return values
 
 
-def _bits(values: Tensor) -> Tensor:
-    return values.view(torch.int64)
-
-
 def _scaled(bits: Tensor, total: Tensor) -> Tensor:
     """`floor(bits * total / 2**62)`, both int64 below 2**62, without losing a bit: in halves of 31."""
+    if bits.device.type == "cpu" and len(bits) <= FEW_ROWS:
+        return torch.tensor([one * other >> 62 for one, other in zip(bits.tolist(), total.tolist(), strict=True)])
     low = (1 << 31) - 1
     a, b, c, d = bits >> 31, bits & low, total >> 31, total & low
     carry = ((a * d & low) + (b * c & low) + (b * d >> 31)) >> 31
@@ -161,7 +195,7 @@ def _column_at(scores: Scores, masses: Masses, at: Tensor) -> Tensor:
     block = (through <= at[:, None]).sum(1, keepdim=True).clamp(max=through.shape[1] - 1)
     if masses.width == 1:
         return block[:, 0]
-    at = at[:, None] - torch.where(block > 0, through.gather(1, (block - 1).clamp(min=0)), 0)
+    at = at[:, None] - (through - masses.blocks.to(torch.int64)).gather(1, block)
     columns = block * masses.width + torch.arange(min(masses.width, n), device=at.device)
     values = scores.values.gather(1, columns.clamp(max=n - 1)).masked_fill(columns >= n, -torch.inf)
     through = masses_of(values, masses.largest[:, None], masses.bits).cumsum(1)

@@ -17,7 +17,7 @@ from vocab_parallel.agreement import Found, first_row
 from vocab_parallel.arguments import check_logits
 from vocab_parallel.errors import NonFiniteError
 from vocab_parallel.select.channel import Channel
-from vocab_parallel.select.order import best_columns, merge
+from vocab_parallel.select.order import best_columns, best_of_words, best_words, few, merge
 from vocab_parallel.shard import VocabShard
 
 
@@ -34,10 +34,11 @@ class Scores:
 
     Attributes:
         values: `[T, n]` float32, or float64 for float64 logits; -inf is not in the support.
-        token_ids: int64 `[n]`: this rank's real ids, ascending. Or int64 `[T, n]`: candidates that every rank holds,
+        token_ids: int64 `[n]`: this rank's real ids, a range. Or int64 `[T, n]`: candidates that every rank holds,
             ascending in each row; a place not in use has value -inf and id `vocab_size`.
         channel: Of the ranks that hold the other columns; of size 1 where every rank holds all.
         vocab_size: Real ids.
+        masses: float64 `[T, n]`, the columns' masses below `largest`, if formed. See `masses`.
         largest: `[T]` the rows' largest values, if known; else None.
         peak: Their `Peak`, if known.
     """
@@ -48,14 +49,14 @@ class Scores:
     vocab_size: int
     largest: Tensor | None = None
     peak: Peak | None = None
+    masses: Tensor | None = None
 
     @classmethod
     def of(cls, logits: Tensor, shard: VocabShard, channel: Channel) -> Scores:
         """This rank's real columns of `logits` `[..., shard_size]` as rows."""
         flat = logits.detach().reshape(-1, shard.shard_size)[:, : shard.num_valid]
         values = flat if logits.dtype == torch.float64 else flat.to(torch.float32)
-        ids = torch.arange(shard.start, shard.stop, device=logits.device)
-        return cls(values.contiguous(), ids, channel, shard.vocab_size)
+        return cls(values.contiguous(), shard.token_ids(logits.device), channel, shard.vocab_size)
 
     @property
     def rows(self) -> int:
@@ -68,7 +69,7 @@ class Scores:
 
     def with_values(self, values: Tensor, largest: Tensor | None = None) -> Scores:
         """The same columns with other values; what was known of the old ones is dropped."""
-        return replace(self, values=values, largest=largest, peak=None)
+        return replace(self, values=values, largest=largest, peak=None, masses=None)
 
     def keep(self, mask: Tensor, *, keeps_peak: bool = True) -> Scores:
         """-inf where `mask` `[T, n]` is False.
@@ -77,14 +78,17 @@ class Scores:
             keeps_peak: The best column of each row stays, as in every truncation: what is known of it stays too.
         """
         values = self.values.masked_fill(~mask, -torch.inf)
-        return replace(self, values=values) if keeps_peak else self.with_values(values)
+        if not keeps_peak:
+            return self.with_values(values)
+        return replace(self, values=values, masses=None if self.masses is None else self.masses * mask)
 
     def at(self, rows: Tensor) -> Scores:
         """These rows, int64 `[N]`, only; every rank must take the same."""
         ids = self.token_ids[rows] if self.replicated else self.token_ids
         largest = None if self.largest is None else self.largest[rows]
         peak = None if self.peak is None else Peak(self.peak.values[rows], self.peak.token_ids[rows])
-        return replace(self, values=self.values[rows], token_ids=ids, largest=largest, peak=peak)
+        masses = None if self.masses is None else self.masses[rows]
+        return replace(self, values=self.values[rows], token_ids=ids, largest=largest, peak=peak, masses=masses)
 
     def listed(self, ids: Tensor) -> Tensor:
         """Bool `[T, n]`: the columns whose id is among the row's `ids`, int64 `[T, m]`, or `[m]` for all rows.
@@ -188,8 +192,16 @@ def peak_of(scores: Scores) -> Peak:
     """
     if scores.peak is not None:
         return scores.peak
+    if may_use_words(scores):
+        words = best_words(scores.values, scores.token_ids)
+        return Peak(*best_of_words(scores.channel.gather_words(words, scores.values.device)))
     values, ids = _best(scores, 1)
     return Peak(values[:, 0], ids[:, 0])
+
+
+def may_use_words(scores: Scores) -> bool:
+    """Whether the host may work on the rows' few numbers itself."""
+    return few(scores.values) and not scores.channel.group.defers(scores.values.device)
 
 
 def with_peak(scores: Scores) -> Scores:

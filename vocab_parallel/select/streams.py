@@ -17,13 +17,13 @@ from torch import Tensor
 
 from vocab_parallel.agreement import Exchange
 from vocab_parallel.headers import checksum
+from vocab_parallel.select.order import FEW_ROWS
 from vocab_parallel.shard import VocabShard, device_of
 
 ALGORITHM = "philox4x32-10"
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_FEW_ROWS = 16
 _FORK = 0x666F726B  # "fork": keys children apart from draws
 
 
@@ -95,12 +95,17 @@ class Streams:
         keys = keys.to(device)
         return cls(keys[0], keys[1], torch.zeros_like(keys[0]))
 
+    @property
+    def words(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All three."""
+        return self.seeds, self.requests, self.draws
+
     def __len__(self) -> int:
         return len(self.seeds)
 
     def bits(self) -> Tensor:
         """int64 `[T]`, uniform in `[0, 2**62)`: the next number of each row. Does not advance."""
-        if self.seeds.device.type == "cpu" and len(self) <= _FEW_ROWS:  # in Python's integers: fewer microseconds
+        if self.seeds.device.type == "cpu" and len(self) <= FEW_ROWS:  # in Python's integers: fewer microseconds
             each = zip(self.seeds.tolist(), self.draws.tolist(), self.requests.tolist(), strict=True)
             return torch.tensor([_bits(*words) for words in each], dtype=torch.int64)
         words = philox(self.seeds, _halves(self.draws) + _halves(self.requests))
@@ -133,7 +138,7 @@ class Streams:
 
     def checksum(self) -> Tensor:
         """int64 scalar: of all three, for comparing ranks."""
-        return checksum(torch.stack([self.seeds, self.requests, self.draws]))
+        return checksum(torch.stack(self.words))
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold; `from_state_dict` gives the same streams back."""

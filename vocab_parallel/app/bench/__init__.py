@@ -1,4 +1,4 @@
-"""Benchmarks of the loss step: ours, other libraries' and the bare matrix products, interleaved in one run."""
+"""Benchmarks, each interleaved in one run: the loss beside other libraries, selection beside gathering."""
 
 from vocab_parallel.app.bench.command import add_arguments, main
 

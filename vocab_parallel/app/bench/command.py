@@ -20,6 +20,7 @@ import torch.distributed as dist
 from vocab_parallel.app import runlog
 from vocab_parallel.app.bench import report as bench_report
 from vocab_parallel.app.bench import results as bench_results
+from vocab_parallel.app.bench import select as bench_select
 from vocab_parallel.app.bench.config import BenchConfig
 from vocab_parallel.app.bench.field import Field, Point
 from vocab_parallel.app.bench.peers import CONTESTANTS, Choice
@@ -75,12 +76,14 @@ def chosen(config: BenchConfig) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of ``bench``."""
-    parser.add_argument("what", choices=("loss",), help="which part of the package")
+    parser.add_argument("what", choices=("loss", "select"), help="which part of the package")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example tokens=8192 dtype=bfloat16")
 
 
 def main(args: argparse.Namespace) -> int:
     """Entry of ``python -m vocab_parallel bench``."""
+    if args.what == "select":
+        return bench_select.main(args.overrides)
     return 0 if run(from_words(BenchConfig, args.overrides)) else 1
 
 

@@ -19,7 +19,7 @@ def text(report: Report) -> str:
             "",
             f"{problem['tokens']:,} tokens, D {problem['hidden']}, V {problem['vocab']:,}, {config['dtype']}, "
             f"{problem['ranks']} ranks; extra: beside inputs and gradients",
-            *_aligned([_HEAD, *(_line(name, numbers) for name, numbers in point["results"].items())]),
+            *aligned([_HEAD, *(_line(name, numbers) for name, numbers in point["results"].items())]),
         ]
         best = point.get("best_peer")
         if best:
@@ -67,14 +67,15 @@ def _errors(report: Report) -> list[str]:
         [name, *(f"{errors[key]:.2e}" for key in ("loss", "hidden_grad", "weight_grad"))]
         for name, errors in report["errors"]["results"].items()
     ]
-    return [about, *_aligned([["", "loss", "dH", "dW"], *rows])]
+    return [about, *aligned([["", "loss", "dH", "dW"], *rows])]
 
 
 def _number(value: float | None, form: str, factor: float = 1.0) -> str:
     return "" if value is None else form.format(value * factor)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(

@@ -103,7 +103,13 @@ class Conversion:
 
     def whole_scores(self, hidden: Tensor) -> Tensor:
         """The model's logits `[..., vocab_size]`, in the hidden states' dtype."""
-        raw = self.head.whole_logits(hidden)
+        return self._after_head(self.head.whole_logits(hidden))
+
+    def local_scores(self, hidden: Tensor) -> Tensor:
+        """This rank's columns of the model's logits, `[..., shard_size]`, of hidden states that every rank holds."""
+        return self._after_head(self.head.logits(hidden))
+
+    def _after_head(self, raw: Tensor) -> Tensor:
         if self.scores == Scores():
             return raw
         softcap, temperature = self.scores.softcap, self.scores.temperature
@@ -117,13 +123,17 @@ def conversion_of(model: Any) -> Conversion:
     Raises:
         ConfigError: The model is not converted.
     """
-    inner = model
-    while not isinstance(getattr(inner, "_vocab_parallel", None), Conversion) and hasattr(inner, "module"):
-        inner = inner.module
-    conversion = getattr(inner, "_vocab_parallel", None)
+    conversion = getattr(inner_of(model), "_vocab_parallel", None)
     if not isinstance(conversion, Conversion):
         raise ConfigError(f"this {type(model).__name__} is not converted: call apply(model, shard=shard) first")
     return conversion
+
+
+def inner_of(model: Any) -> Any:
+    """The converted model, out of what wraps it; what is innermost if there is none."""
+    while not isinstance(getattr(model, "_vocab_parallel", None), Conversion) and hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def _like(items: Any, tensor: Tensor) -> Tensor:

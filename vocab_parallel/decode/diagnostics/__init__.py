@@ -1,0 +1,1 @@
+"""Observations of logits: margin, entropy, calibration, and what intermediate layers read as."""

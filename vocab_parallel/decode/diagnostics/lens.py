@@ -1,0 +1,159 @@
+"""Logit lens: what the head says of intermediate hidden states, through a named final norm; also by learned maps.
+
+The rows of layer l are read as `head(norm(h_l))`. That is an intervention: the model sends h_l through its other
+layers, whose output is what it predicts from. A token that the lens shows early is no promise of the model, and a
+translator (`translator`) that makes it agree more does not prove that the layer held the answer in this basis.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vocab_parallel.agreement import checksum
+from vocab_parallel.arguments import check_target, target_found
+from vocab_parallel.collectives import uncompiled
+from vocab_parallel.decode.diagnostics.translator import Translator, check_hidden, check_norm
+from vocab_parallel.head import VocabParallelLMHead
+from vocab_parallel.loss import chunk_rows
+from vocab_parallel.select.channel import Channel
+from vocab_parallel.select.masses import measure
+from vocab_parallel.select.scores import Peak, Scores, nan_found, require_support, top_candidates, value_at
+
+
+class LayerReadings(NamedTuple):
+    """What the lens shows, for L layers and T rows; the same bits on every rank.
+
+    Attributes:
+        norm_name: The final norm that the rows went through, as the caller named it.
+        token_ids: int64 `[L, T, k]`, the first k of the total order.
+        logprobs: float64 `[L, T, k]`, theirs under the whole softmax, in nats.
+        entropy: float64 `[L, T]`, nats.
+        target_logprob: float64 `[L, T]`, nats; None without a target.
+        target_rank: int64 `[L, T]`, from 1: one more than the ids before the target in the total order; None without.
+    """
+
+    norm_name: str
+    token_ids: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    target_logprob: Tensor | None
+    target_rank: Tensor | None
+
+
+@uncompiled
+@torch.no_grad()
+def logit_lens(
+    hidden_by_layer: Tensor,  # [L, T, D] (or [L, ..., D]), the same on every rank
+    norm: nn.Module,
+    head: VocabParallelLMHead,
+    *,
+    norm_name: str,
+    k: int = 10,
+    target: Tensor | None = None,  # [T] (or [...]) global ids
+    translator: Translator | None = None,
+    rows_at_once: int | None = None,
+) -> LayerReadings:
+    """Reads hidden states of any layers by the model's final norm and head.
+
+    Args:
+        hidden_by_layer: Rows of the residual stream, before the final norm.
+        norm: The model's final norm. There is no default: a lens without it, or with another one, is another lens. For
+            rows that the norm has been applied to (as in the last of Transformers' `hidden_states`) pass
+            `nn.Identity()` and say so in the name.
+        head: Its projection and bias are applied too.
+        norm_name: What the norm is called in the result.
+        target: Ids whose log-probability and rank are wanted, one a row for all layers.
+        translator: Maps each layer's rows first (its layers are these, in order).
+        rows_at_once: How many rows of logits are held at a time. None: 128 MiB of them.
+
+    Returns:
+        `LayerReadings`. The rows' logits are this machine's matrix products, which another TP size may round
+        otherwise; everything after them is exact.
+
+    Collectives:
+        A layer and block of rows: an all-gather of `8 k` bytes a row, one of 32, and with a target two of 8; twice the
+        `8 k` for float64. None at tp_size 1.
+
+    Raises:
+        LayoutMismatchError, NonFiniteError, TokenRangeError, ValueError: On every rank.
+
+    Source:
+        nostalgebraist 2020, "interpreting GPT: the logit lens"; with a translator Belrose et al. 2023
+        (arXiv:2303.08112).
+    """
+    shard = head.shard
+    words = f"logit_lens(k={k}, norm_name={norm_name!r}, target={target is not None}, rows_at_once={rows_at_once})"
+    shape = list(getattr(hidden_by_layer, "shape", ()))
+    opening = Channel(shard, f"{words} of {shape}", checksum=0 if target is None else _checksum(target))
+    with opening.guard():
+        check_hidden(hidden_by_layer)
+        check_norm(norm, norm_name)
+        _check(k, target, hidden_by_layer, head, rows_at_once)
+        if translator is not None:
+            translator.check_layers(len(hidden_by_layer))
+    opening.open(device=hidden_by_layer.device)
+    hidden = hidden_by_layer.detach().flatten(1, -2)
+    ids = None if target is None else target.detach().reshape(-1).to(torch.int64)
+    step = rows_at_once or chunk_rows(shard, torch.float32, None)
+    layers = []
+    for layer, rows in enumerate(hidden):
+        blocks = []
+        for at in range(0, max(1, len(rows)), step):
+            block = rows[at : at + step]
+            logits = head.logits(norm(block if translator is None else translator(block, layer)))
+            channel = Channel(shard, f"{words}, layer {layer}, row {at}", found=nan_found(logits, shard))
+            scores = Scores.of(logits, shard, channel)
+            blocks.append(_read(scores, k, None if ids is None else ids[at : at + step]))
+        layers.append([torch.cat(parts) for parts in zip(*blocks, strict=True)])
+    found = [torch.stack(parts).unflatten(1, shape[1:-1]) for parts in zip(*layers, strict=True)]  # type: ignore[no-untyped-call]
+    return LayerReadings(norm_name, *found[:3], *(found[3:] or (None, None)))
+
+
+def _read(scores: Scores, k: int, target: Tensor | None) -> list[Tensor]:
+    """Ids and log-probabilities of the best k, entropy; and the target's log-probability and rank."""
+    best = top_candidates(scores, k)
+    peak = best.peak
+    assert peak is not None
+    require_support(scores, peak.values, infinite=False)
+    masses = measure(scores.with_values(scores.values, largest=peak.values), moments=True)
+    # candidates come by id: back into the total order
+    values, at = best.values.sort(dim=1, descending=True, stable=True)
+    found = [best.token_ids.gather(1, at), values.double() - masses.lse[:, None], masses.entropy]
+    if target is None:
+        return found
+    value = value_at(scores, target)
+    return [*found, value.double() - masses.lse, 1 + _before(scores, Peak(value, target))]
+
+
+def _before(scores: Scores, entry: Peak) -> Tensor:
+    """How many ids come before an entry of each row in the total order: int64 `[T]`."""
+    value, token_id = entry.values[:, None], entry.token_ids[:, None]
+    before = (scores.values > value) | ((scores.values == value) & (scores.token_ids < token_id))
+    return scores.channel.gather(before.sum(1)).sum(0)
+
+
+def _check(
+    k: object, target: Tensor | None, hidden: Tensor, head: VocabParallelLMHead, rows_at_once: int | None
+) -> None:
+    shard = head.shard
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
+        raise ValueError(f"k must be an integer in [1, {shard.vocab_size}] (the vocabulary), got {k!r}")
+    if rows_at_once is not None and rows_at_once < 1:
+        raise ValueError(f"rows_at_once must be at least 1, got {rows_at_once}")
+    if target is None:
+        return
+    check_target(target, shard, -1)
+    found = target_found(target, shard, -1)
+    row, value = found.words.tolist() if found is not None else (-1, 0)
+    if found is not None and row >= 0:
+        raise found.describe(row, value)
+    if target.shape != hidden.shape[1:-1]:
+        raise ValueError(f"target {list(target.shape)} must be one id a row: {list(hidden.shape[1:-1])}")
+
+
+def _checksum(target: object) -> Tensor | int:
+    good = isinstance(target, Tensor) and not target.is_floating_point()
+    return checksum(target) if good and isinstance(target, Tensor) else 0

@@ -1,0 +1,1 @@
+"""Searches over prefixes: beams and best-first, each step one exchange."""

@@ -1,0 +1,1 @@
+"""What a policy is made of: transforms of a step's scores, one kind a module."""
