@@ -167,7 +167,9 @@ def _collect(processes: list[Any], connections: list[Any], folder: Path, timeout
             if outcome is None:  # it has started
                 starting.discard(rank)
                 if not starting:
-                    deadline = min(deadline, time.monotonic() + timeout)
+                    # the work has a limit of its own, unless a rank has failed already
+                    failed = any(one.error for one in outcomes)
+                    deadline = min(deadline, time.monotonic() + timeout) if failed else time.monotonic() + timeout
                 continue
             del waiting[rank]
             outcomes.append(outcome)

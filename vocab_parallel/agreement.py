@@ -89,7 +89,8 @@ class Exchange:
 
     Args:
         group: What ranks to agree with.
-        kind: "loss", "select", "header" (no payload) or "mean": what shares a size.
+        kind: "loss", "select", "sample", "candidates", "header" (no payload) or "mean": what shares a size. It must
+            not depend on a call's options, in which ranks may differ.
         call: What this rank was asked to do, in words: operation, shapes, dtypes, options. The same on every rank or
             an error. Calls of the same words issue the same collectives in forward.
         payload: This rank's bytes as any contiguous tensor; the same dtype and shape on every rank.

@@ -21,6 +21,7 @@ HEADER_WORDS = 8
 SIGNATURE, FAULT, ROWS, TARGET_ROWS, CHECKSUM, TRUSTS, FOUND_ROW, FOUND_VALUE = range(HEADER_WORDS)
 HEADER_BYTES = 8 * HEADER_WORDS
 _CACHED = 64
+_MIX = [word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]  # splitmix64's
 
 Gather = Callable[[str], list[str]]  # a rank's words -> every rank's
 
@@ -95,9 +96,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def checksum(ids: Tensor) -> Tensor:
-    """Order-sensitive 64-bit sum of integer ids, on their device (no synchronisation)."""
+    """64 bits of integer ids and their order: an int64 scalar on their device (no synchronisation).
+
+    A sum with a hash of each place as its weight: weights in a regular order would let other ids, or the same ones in
+    another order, cancel out.
+    """
     flat = ids.reshape(-1).to(torch.int64)
-    return ((flat + 1) * (2 * torch.arange(len(flat), device=flat.device) + 1)).sum()
+    weight = torch.arange(1, len(flat) + 1, device=flat.device) * _MIX[0]
+    weight = (weight ^ (weight >> 32)) * _MIX[1]
+    weight = (weight ^ (weight >> 29)) * _MIX[2]
+    return ((flat + (flat >> 32)) * weight).sum()  # the bits of two floats may differ in the upper half alone
 
 
 class Verdict(NamedTuple):

@@ -30,20 +30,20 @@ def _whole(scores: Scores, shard: Any) -> torch.Tensor:
 
 
 def observe_filters(case: Case, dtype: torch.dtype, ranks: Ranks) -> dict[str, Any]:
-    """By parameter: the ids that stay in order of their logits, and the probabilities of what stays."""
+    """By parameter: the ids that stay in each row, and the probabilities of what stays."""
     logits, shard = _on_ranks(case, dtype, ranks)
-    order = as_tensor(case.inputs["logits"])[0].sort(descending=True, stable=True).indices.tolist()
     seen = {}
     for part in {*case.params.values(), *(float(_number(key)) for key in case.expect if key.startswith("kept_"))}:
         if case.op == "topp":
             nucleus = top_p(logits, part, shard=shard)
-            kept = gather_vocab(shard, nucleus.kept, dim=1)[0]
-            assert int(nucleus.size[0]) == int(kept.sum())
+            kept = gather_vocab(shard, nucleus.kept, dim=1)
+            assert torch.equal(nucleus.size, kept.sum(1))
             scores = open_scores(logits, shard, "case").keep(nucleus.kept[:, : shard.num_valid])
         else:
-            scores = keep_min_p(open_scores(logits, shard, "case"), torch.tensor([part], dtype=torch.float64))
-            kept = _whole(scores, shard)[0] > 0
-        seen[part] = {"kept": [token for token in order if kept[token]], "renormalised": _whole(scores, shard)[0]}
+            part_of_rows = torch.full((len(logits),), part, dtype=torch.float64)
+            scores = keep_min_p(open_scores(logits, shard, "case"), part_of_rows)
+            kept = _whole(scores, shard) > 0
+        seen[part] = {"kept": [row.nonzero()[:, 0].tolist() for row in kept], "renormalised": _whole(scores, shard)}
     return seen
 
 
@@ -58,15 +58,14 @@ def check_filters(case: Case, dtype: str, tp: int, expect: Expected, seen: list[
         assert all(one[part]["kept"] == seen[0][part]["kept"] for one in seen)
     (given,) = case.params.values()
     for key in expect.left():
+        wanted = expect.take(key)
+        rows = wanted if isinstance(wanted[0], list) else [wanted]
         if key == "renormalised":
             probs = replicated(f"{case.id} {key}", [one[given][key] for one in seen])
-            assert_close(probs, expect.take(key), case, dtype, key)
+            assert_close(probs, rows, case, dtype, key)
             continue
-        part = given if key == "kept" else float(_number(key))
-        wanted = expect.take(key)
-        wanted = wanted[0] if isinstance(wanted[0], list) else wanted
-        got = seen[0][part]["kept"]
-        assert sorted(got) == sorted(wanted), f"{case.id} {key}: {got}, expected {wanted}"
+        got = seen[0][given if key == "kept" else float(_number(key))]["kept"]
+        assert got == [sorted(row) for row in rows], f"{case.id} {key}: {got}, expected {rows}"
 
 
 def observe_sampling(case: Case, dtype: torch.dtype, ranks: Ranks) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def observe_sampling(case: Case, dtype: torch.dtype, ranks: Ranks) -> dict[str, 
         return {"ids": sample(many, shard=shard, streams=streams).token_ids}
     streams = Streams.of(case.inputs["seeds"], shard=shard)
     together = _draws(logits, shard, streams, 20)
-    order = torch.tensor([2, 0, 1])
+    order = torch.arange(rows).roll(1)
     moved = _draws(logits[order], shard, streams.rows(order), 20)[order.argsort()]
     alone = torch.cat([_draws(logits[[r]], shard, streams.rows(torch.tensor([r])), 20) for r in range(rows)])
     twice = _draws(logits[[0, 0]], shard, Streams.of([7, 7]), 20)
@@ -111,15 +110,15 @@ def check_sampling(case: Case, dtype: str, tp: int, expect: Expected, seen: list
         assert "ids equal across tp sizes" in expect.take("property")
         (single,) = [observe_sampling(case, getattr(torch, dtype), Ranks(0, 1, 1))["ids"]]
         assert torch.equal(ids, single), f"{ids}\n{single} with one rank"
-        assert len(set(ids.flatten().tolist())) > 4, "nothing is drawn at random"
+        assert len(set(ids.flatten().tolist())) > 1, "nothing is drawn at random"
     elif case.op == "sample_batch_invariant":
         assert "row 0 alone == row 0 in any batch" in expect.take("property")
         assert torch.equal(found["moved"], ids) and torch.equal(found["alone"], ids)
         assert torch.equal(found["twice"][0], found["twice"][1])
     elif case.op == "sample_distribution":
-        counts = torch.bincount(ids, minlength=4).double() / case.inputs["n"]
+        counts = torch.bincount(ids, minlength=case.vocab_size()).double() / case.inputs["n"]
         away = (counts - as_tensor(expect.take("probs"))).abs()
         assert bool((away <= as_tensor(expect.take("max_abs_deviation_5_sigma"))).all()), counts
     else:
         assert "ids identical on all ranks" in expect.take("property")
-        assert len(set(ids.tolist())) > 3, "nothing is drawn at random"
+        assert len(set(ids.tolist())) > 1, "nothing is drawn at random"

@@ -1,4 +1,4 @@
-"""``bench select`` in short: a real torchrun of two ranks, and alone."""
+"""``bench select`` in short: a real torchrun of two ranks, and alone in this process."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 
 import pytest
 
+from vocab_parallel import app
+
 ROOT = Path(__file__).parents[2]
 VOCAB, HEADER, FIRST = 512, 64, 512  # FIRST: what the first exchange of a kind has room for
 
 
-def bench(out: Path, *words: str, ranks: int = 1) -> tuple[dict[str, Any], str, int]:
-    """The results of ``bench select``, what it printed, and its exit status."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    job = subprocess.run(
-        [sys.executable, *launcher, "-m", "vocab_parallel", "bench", "select", f"out={out}", f"vocab=[{VOCAB}]",
-         "rounds=3", "sample_ms=0.1", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=110, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert (out / "bench.json").is_file(), job.stdout + job.stderr
-    assert (out / "bench.txt").read_text() in job.stdout
-    return json.loads((out / "bench.json").read_text()), job.stdout, job.returncode
+def words(out: Path, *more: str) -> list[str]:
+    return ["bench", "select", f"out={out}", f"vocab=[{VOCAB}]", "kinds=[flat]", "rounds=3", "sample_ms=0.1", *more]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    report, printed, status = bench(tmp_path_factory.mktemp("bench"), "batch=[1, 16]", "kinds=[flat]", ranks=2)
-    assert status == 0, printed
-    return report, printed
+    """The results, and what was printed."""
+    out = tmp_path_factory.mktemp("bench")
+    job = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vocab_parallel",
+         *words(out, "batch=[1, 16]")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=110, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert (out / "bench.txt").read_text() in job.stdout
+    return json.loads((out / "bench.json").read_text()), job.stdout
 
 
 def test_every_operation_is_timed_by_every_contestant_at_every_point(two_ranks: tuple[dict[str, Any], str]) -> None:
@@ -68,8 +68,11 @@ def test_small_vocabularies_are_not_judged(two_ranks: tuple[dict[str, Any], str]
     assert report["passed"] and report["slower"] == [] and report["other_ids"] == [] and "pass  " in printed
 
 
-def test_alone_nothing_is_sent_and_a_part_of_it_can_be_asked_for(tmp_path: Path) -> None:
-    report, printed, status = bench(tmp_path, "batch=[2]", "kinds=[flat]", "operations=[top_p]", "contestants=[ours]")
-    assert status == 0 and "pass  nothing to beat" in printed
+def test_alone_nothing_is_sent_and_a_part_of_it_can_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.main(words(tmp_path, "batch=[2]", "operations=[top_p]", "contestants=[ours]")) == 0
+    assert "pass  nothing to beat" in capsys.readouterr().out
+    report = json.loads((tmp_path / "bench.json").read_text())
     ((operation, results),) = report["points"][0]["operations"].items()
     assert operation == "top_p" and results["ours"]["bytes_a_row"] == 0 and results["compared"] == {}

@@ -126,19 +126,22 @@ def test_report_rebuilds_the_page(quickstart: tuple[Path, str]) -> None:
 def test_doctor_passes_on_two_ranks() -> None:
     job = torchrun(2, "doctor", "configs/quickstart.yaml")
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "22 of 22 passed" in job.stdout and "FAIL" not in job.stdout
+    assert "24 of 24 passed" in job.stdout and "FAIL" not in job.stdout
     assert "65,536" in job.stdout and job.stdout.count("environment\n") == 1
 
 
 def test_doctor_fails_when_an_operation_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    true = selftests.greedy
-    monkeypatch.setattr(selftests, "greedy", lambda logits, *, shard: true(logits, shard=shard) + 1)
+    greedy, sample, top_p = selftests.greedy, selftests.sample, selftests.top_p
+    monkeypatch.setattr(selftests, "greedy", lambda logits, *, shard: greedy(logits, shard=shard) + 1)
     monkeypatch.setattr(selftests, "top_k", lambda *args, **options: (_ for _ in ()).throw(ValueError("broken")))
+    monkeypatch.setattr(selftests, "top_p", lambda logits, p, *, shard: top_p(logits, p * 0.99, shard=shard))
+    monkeypatch.setattr(selftests, "sample", lambda *args, **given: sample(*args, **given | {"top_p": 1.0}))
     assert app.main(["doctor", "data.vocab=bytes"]) == 1
     output = capsys.readouterr().out
-    assert "FAIL  greedy" in output and "ValueError: broken" in output and "20 of 22 passed" in output
+    assert all(f"FAIL  {name}" in output for name in ("greedy", "top_k", "top_p", "sample"))
+    assert "ValueError: broken" in output and "20 of 24 passed" in output
 
 
 def test_a_wrong_number_of_ranks_and_a_typo_are_named(capsys: pytest.CaptureFixture[str]) -> None:

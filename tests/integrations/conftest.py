@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,16 @@ ranks.preload(
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "transformers.trainer",
     "accelerate", "deepspeed", "megatron.core",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M as a Transformers checkpoint."""
+    from tests.integrations.smollm2_model import write_checkpoint
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    write_checkpoint(folder)
+    return folder
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gguf
 import torch
+from safetensors.torch import save_file
 
 VOCAB = 49_152
 NAMES = {
@@ -66,19 +67,20 @@ def encode(file, text):
     return tokenizer.encode(text).ids
 
 
-def logits_of(text, count):
-    """Float32 logits `[count, V]` at the first positions of a text, and the ids there."""
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+def write_checkpoint(folder):
+    """What `from_pretrained` reads."""
+    made = config()
+    made.architectures = ["LlamaForCausalLM"]
+    made.save_pretrained(folder)
+    save_file(state_dict(reader()), folder / "model.safetensors", metadata={"format": "pt"})
 
-    file, made = reader(), config()
-    made._attn_implementation = "eager"
-    with torch.device("meta"):
-        model = LlamaForCausalLM(made)
-    model.model.rotary_emb = LlamaRotaryEmbedding(made)
-    missing = model.load_state_dict(state_dict(file), assign=True, strict=False)
-    assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys
-    model.tie_weights()
-    ids = torch.tensor(encode(file, text)[:count])
+
+def logits_of(folder, text, count):
+    """Float32 logits `[count, V]` at the first positions of a text, by the checkpoint in `folder`; and the ids."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.tensor(encode(reader(), text)[:count])
     assert len(ids) == count
     with torch.no_grad():
-        return model.eval()(ids[None]).logits[0].float(), ids
+        return model(ids[None]).logits[0], ids

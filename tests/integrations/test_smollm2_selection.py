@@ -20,15 +20,15 @@ EVERY = {2: 1, 4: 3}  # which rows, at each TP size
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def rows(smollm2, tmp_path_factory):
     """A file of `[rows, V]` float32 logits at the positions of a text, and of flat ones; the text's ids; and ids drawn.
 
     The last are those of one process.
     """
-    logits, ids = logits_of(heapq.__about__, POSITIONS)
+    logits, ids = logits_of(smollm2, heapq.__about__, POSITIONS)
     draw = torch.Generator().manual_seed(0)
     flat = torch.stack([torch.zeros(VOCAB), torch.full((VOCAB,), -3.0), 1e-3 * torch.randn(VOCAB, generator=draw)])
-    path = tmp_path_factory.mktemp("smollm2") / "logits.pt"
+    path = tmp_path_factory.mktemp("logits") / "logits.pt"
     whole = torch.cat([logits, flat])
     torch.save(whole, path)
     alone = VocabShard(VocabLayout(VOCAB, 1))

@@ -16,7 +16,8 @@ from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
 from vocab_parallel import VocabLayout, VocabShard
 from vocab_parallel.decode.policy import Policy
-from vocab_parallel.decode.transforms.processors import RepetitionPenalty
+from vocab_parallel.decode.transforms.log_softmax import Normalize
+from vocab_parallel.decode.transforms.processors import NoRepeatNgram, RepetitionPenalty
 from vocab_parallel.decode.transforms.warpers import MinP, Temperature, TopK, TopP
 from vocab_parallel.errors import LayoutMismatchError
 from vocab_parallel.integrations import transformers as vp
@@ -63,6 +64,18 @@ def plain_generate(model, ids, mask, eos=None, **options):
     return model.generate(ids, attention_mask=mask, **settings)
 
 
+def _case(rank, name, *rest):
+    return globals()[f"_{name}"](rank, *rest)
+
+
+SIZES = {
+    **{("family", family): (1, 2, 4) if family in ("llama", "gemma2") else (1, 2) for family in FAMILIES},
+    ("rows", "llama"): (1, 2, 4), ("rows", "gpt2"): (1, 2, 4), ("beams", None): (1, 2, 4), ("beams", 11): (1, 2, 4),
+    ("details",): (1, 2), ("bytes",): (2,), ("bad",): (2,), ("misuse",): (1,),
+}  # fmt: skip
+WORLDS = Batch(_case, list(SIZES), SIZES.__getitem__)
+
+
 def _family(rank, family):
     """Our loop and the processor inside `model.generate`, greedy and drawn, with and without an end id."""
     model = model_of(family)
@@ -85,15 +98,10 @@ def _family(rank, family):
     return result
 
 
-FAMILY = Batch(
-    _family, [(family,) for family in FAMILIES], lambda case: (1, 2, 4) if case[0] in ("llama", "gemma2") else (1, 2)
-)
-
-
-@pytest.mark.parametrize(("family", "tp"), FAMILY.pairs())
+@pytest.mark.parametrize(("family", "tp"), [(name, tp) for name in FAMILIES for tp in SIZES["family", name]])
 def test_a_family_gives_the_ids_of_model_generate_and_of_one_process(family, tp):
-    [one] = FAMILY(1, family)
-    for rank in FAMILY(tp, family):
+    [one] = WORLDS(1, "family", family)
+    for rank in WORLDS(tp, "family", family):
         for mine, theirs in (("ours", "greedy"), ("processor", "greedy"), ("drawn by processor", "drawn")):
             for found, expected in zip(rank[mine], rank[theirs], strict=True):
                 assert torch.equal(found, expected), (mine, found, expected)
@@ -124,14 +132,11 @@ def _rows(rank, family):
     return found, eos
 
 
-ROWS = Batch(_rows, [("llama",), ("gpt2",)])
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_rows_tokens_depend_neither_on_its_batch_nor_on_the_side_of_the_padding(family, tp):
     ended = []
-    for found, eos in ROWS(tp, family):
+    for found, eos in WORLDS(tp, "rows", family):
         for row, batches in found.items():
             ids, logprobs, draws = batches["alone"]
             assert draws == len(ids), "one number a token, none after the end"
@@ -162,9 +167,7 @@ def _details(rank):
 
     streamer = Streamer()
     options = {"policy": DRAWN, "attention_mask": mask, "eos_token_id": []}
-    made = vp.generate(
-        model, ids, streams=streams(), max_new_tokens=NEW, streamer=streamer, trace=True, **options
-    )  # fmt: skip
+    made = vp.generate(model, ids, streams=streams(), max_new_tokens=NEW, streamer=streamer, trace=True, **options)
     assert torch.equal(torch.cat([streamer.got[0], *(one[:, None] for one in streamer.got[1:-1])], 1), made.sequences)
     assert streamer.got[-1] == "end"
     assert [list(one.draw) for one in made.trace] == [[step] * 3 for step in range(NEW)]
@@ -198,39 +201,41 @@ def test_data_parallel_ranks_write_one_batch_together_and_refuse_different_ones(
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_streamer_trace_logprobs_and_continued_streams(tp):
-    run_ranks(_details, tp)
+    WORLDS(tp, "details")
 
 
 def _beams(rank, eos):
     model = model_of("llama")
     ids, mask = padded(PROMPTS)
-    options = [
-        {"num_beams": 3}, {"num_beams": 4, "length_penalty": 2.0, "num_return_sequences": 2},
-        {"num_beams": 2, "length_penalty": -1.0, "early_stopping": True},
+    policy = Policy((Normalize(), RepetitionPenalty(1.3), NoRepeatNgram(2)))
+    cases = [  # rows, options, and those that only one of the two has
+        (3, {"num_beams": 3}, {}, {}),
+        (3, {"num_beams": 4, "length_penalty": 2.0, "num_return_sequences": 2}, {}, {}),
+        (3, {"num_beams": 2, "length_penalty": -1.0, "early_stopping": True}, {}, {}),
+        (1, {"num_beams": 3}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},  # to which padding is history
+         {"policy": policy, "renormalize": False}),
     ]  # fmt: skip
     asked = {"return_dict_in_generate": True, "output_scores": True}
-    expected = [plain_generate(model, ids, mask, eos, **asked, **one) for one in options]
+    expected = [
+        plain_generate(model, ids[:rows], mask[:rows], eos, **asked, **both, **theirs)
+        for rows, both, theirs, _ in cases
+    ]
     convert(model)
+    given = {"max_new_tokens": NEW, "eos_token_id": [] if eos is None else eos, "pad_token_id": 0}
     found = [
-        vp.beam_search(
-            model, ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=[] if eos is None else eos,
-            pad_token_id=0, **one,
-        )
-        for one in options
-    ]  # fmt: skip
+        vp.beam_search(model, ids[:rows], attention_mask=mask[:rows], **given, **both, **ours)
+        for rows, both, _, ours in cases
+    ]
     return [
         (mine.sequences, theirs.sequences, mine.scores, theirs.sequences_scores)
         for mine, theirs in zip(found, expected, strict=True)
     ]
 
 
-BEAMS = Batch(_beams, [(None,), (11,)])
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("eos", [None, 11])
 def test_beams_are_those_of_model_generate(eos, tp):
-    for rank in BEAMS(tp, eos):
+    for rank in WORLDS(tp, "beams", eos):
         for mine, theirs, score, expected in rank:
             assert torch.equal(mine, theirs)
             assert torch.allclose(score, expected.double(), rtol=0, atol=1e-5)
@@ -255,10 +260,10 @@ def _bytes(rank):
 
 def test_no_logits_are_gathered():
     rows, width, whole = 4, 16, 4 * 2_001 * 4  # what a gather of the logits sends for a token
-    for sent in run_ranks(_bytes, 2):
+    for sent in WORLDS(2, "bytes"):
         lookup = 64 + rows * width * 4
         assert sent["greedy"] <= lookup + 64 + rows * 16
-        assert sent["drawn"] <= lookup + 64 + rows * (8 * 20 + 24)
+        assert sent["drawn"] <= lookup + 64 + rows * 8 * 20
         assert sent["drawn"] < whole / 20
 
 
@@ -308,19 +313,21 @@ BAD = {
 
 
 def test_bad_arguments_are_the_same_error_on_every_rank():
-    first, second = run_ranks(_bad, 2)
+    first, second = WORLDS(2, "bad")
     assert first == second
     assert first.keys() == BAD.keys()
     for name, words in BAD.items():
         assert first[name].startswith(words), (name, first[name])
 
 
-def _processor_misuse(rank):
+def _misuse(rank):
     model = convert(model_of("llama"))
     ids, mask = padded(PROMPTS)
     caught = []
-    for options in ({"do_sample": True, "temperature": 50.0, "top_k": 0}, {"num_beams": 2}, {}):
-        processor = vp.PolicyProcessor(GREEDY, attention_mask=mask)
+    ends = {"eos": ends_of(plain_generate(model, ids, mask))}
+    draws = {"do_sample": True, "temperature": 50.0, "top_k": 0}
+    for options in (draws, {"num_beams": 2}, ends, {"policy": DRAWN}, {}):
+        processor = vp.PolicyProcessor(options.pop("policy", GREEDY), attention_mask=mask)
         handed = LogitsProcessorList([processor])
         try:
             with torch.random.fork_rng():
@@ -335,9 +342,11 @@ def _processor_misuse(rank):
 
 
 def test_a_processor_that_generate_does_not_follow_says_so():
-    sampled, beams, again = run_ranks(_processor_misuse, 1)[0]
+    sampled, beams, ended, no_streams, again = WORLDS(1, "misuse")[0]
     assert sampled == "nothing", "one legal id: sampling takes it too"
     assert "one beam" in beams
+    assert "model.generate took 0. If the row had ended there, give the processor the same eos_token_id" in ended
+    assert "a policy that samples needs streams" in no_streams
     assert "serves one call" in again
 
 

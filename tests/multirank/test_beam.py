@@ -17,6 +17,7 @@ from tests.tolerances import require_equal
 from vocab_parallel.decode.search.beam import beam_step, beam_step_scores
 from vocab_parallel.decode.search.beam_search import beam_search
 from vocab_parallel.decode.search.best_first import best_first_search
+from vocab_parallel.decode.search.hypotheses import Coverage
 from vocab_parallel.decode.search.normalizer import class_sums, merge_sums
 from vocab_parallel.decode.transforms.constraints import Fsm, StateMachine
 from vocab_parallel.decode.transforms.processors import RepetitionPenalty
@@ -71,33 +72,33 @@ def _step(rank, kind, vocab, multiple_of, dtype, candidates):
 
 
 KINDS = ["normal", "ties", "first step", "masks", "offset", "wide", "extreme"]
-LAYOUTS = [(9, 1), (13, 4), (300, 1)]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16]
-COUNTS = [None, 11]
+FORMS = [  # vocab, multiple_of, dtype, candidates
+    (9, 1, torch.float32, None), (9, 1, torch.float32, 11), (9, 1, torch.float64, 11), (9, 1, torch.bfloat16, None),
+    (13, 4, torch.float32, None), (13, 4, torch.float64, None), (300, 1, torch.float32, None),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab", "multiple_of"), LAYOUTS)
+@pytest.mark.parametrize(("vocab", "multiple_of", "dtype", "candidates"), FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_candidates_are_the_oracles_with_the_same_bits_at_every_tp_size(kind, vocab, multiple_of, dtype):
+def test_candidates_are_the_oracles_with_the_same_bits_at_every_tp_size(kind, vocab, multiple_of, dtype, candidates):
     logits, sums = inputs(kind, vocab, dtype)
-    for candidates in COUNTS:
-        every = [one for tp in ALL_SIZES for one in RUNS(tp, _step, kind, vocab, multiple_of, dtype, candidates)]
-        n = candidates or 2 * BEAMS
-        for name in ("scores", "parents", "token_ids", "logprobs"):
-            require_equal(f"{name} of {n}", [getattr(one, name) for one in every])
-        step = every[0]
-        assert step.scores.dtype == torch.float64 and step.parents.dtype == step.token_ids.dtype == torch.int64
-        for b, expected in enumerate(oracle.beam_step(logits, sums, n)):
-            fill = n - len(expected)
-            assert step.parents[b].tolist() == [k for _, k, _ in expected] + [0] * fill
-            assert step.token_ids[b].tolist() == [v for *_, v in expected] + [-1] * fill
-            scores = torch.tensor([score for score, *_ in expected] + [-INF] * fill, dtype=torch.float64)
-            within = 2e-11 if dtype == torch.float64 else 2e-10
-            torch.testing.assert_close(step.scores[b], scores, rtol=1e-12, atol=within)
-            there = torch.arange(n) < len(expected)
-            total = sums[b, step.parents[b]] + step.logprobs[b]
-            assert torch.equal(torch.where(there, total, -INF), step.scores[b])
+    every = [one for tp in ALL_SIZES for one in RUNS(tp, _step, kind, vocab, multiple_of, dtype, candidates)]
+    n = candidates or 2 * BEAMS
+    for name in ("scores", "parents", "token_ids", "logprobs"):
+        require_equal(f"{name} of {n}", [getattr(one, name) for one in every])
+    step = every[0]
+    assert step.scores.dtype == torch.float64 and step.parents.dtype == step.token_ids.dtype == torch.int64
+    assert (step.logprobs <= 0).all(), "rounding must not take away the bound that ends searches"
+    for b, expected in enumerate(oracle.beam_step(logits, sums, n)):
+        fill = n - len(expected)
+        assert step.parents[b].tolist() == [k for _, k, _ in expected] + [0] * fill
+        assert step.token_ids[b].tolist() == [v for *_, v in expected] + [-1] * fill
+        scores = torch.tensor([score for score, *_ in expected] + [-INF] * fill, dtype=torch.float64)
+        within = 2e-11 if dtype == torch.float64 else 2e-10
+        torch.testing.assert_close(step.scores[b], scores, rtol=1e-12, atol=within)
+        there = torch.arange(n) < len(expected)
+        total = sums[b, step.parents[b]] + step.logprobs[b]
+        assert torch.equal(torch.where(there, total, -INF), step.scores[b])
 
 
 def test_the_kinds_have_what_they_are_named_for():
@@ -108,6 +109,17 @@ def test_the_kinds_have_what_they_are_named_for():
     masked = RUNS(1, _step, "masks", 9, 1, torch.float32, 11)[0]
     assert (masked.token_ids[0] == -1).all(), "no request without active beams"
     assert (masked.scores == -INF).any(1).all(), "no request with fewer candidates than asked for"
+
+
+def _no_requests(rank):
+    shard = shard_of(9)
+    return beam_step(torch.zeros(0, BEAMS, shard.shard_size), torch.zeros(0, BEAMS), shard=shard)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_no_requests_have_no_candidates(tp):
+    for step in RUNS(tp, _no_requests):
+        assert all(each.shape == (0, 2 * BEAMS) for each in step)
 
 
 def _case_b02(rank):
@@ -231,6 +243,8 @@ def _bad_step(rank, what):
         sums = sums[:, :3] if rank == 0 else sums
     elif what == "flat":
         logits, sums = logits.flatten(0, 1), sums.flatten()
+    elif what == "no beams":
+        logits, sums = logits[:, :0], sums[:, :0]
     elif what == "no tensor":
         sums = None
     elif what == "whole":
@@ -248,6 +262,7 @@ BAD_STEPS = {
     "candidates": ("ValueError", ["0"]),
     "shapes": ("LayoutMismatchError", ["[3, 3]"]),
     "flat": ("LayoutMismatchError", ["[B, K, shard_size]"]),
+    "no beams": ("LayoutMismatchError", ["K at least 1", "[3, 0]"]),
     "no tensor": ("LayoutMismatchError", ["NoneType"]),
     "whole": ("LayoutMismatchError", ["18"]),
 }
@@ -286,7 +301,12 @@ def _searched(rank, kind):
         )  # fmt: skip
         lines = [(*one.token_ids, one.score, one.logprob) for one in result.hypotheses]
         return torch.tensor([sum(line) for line in lines], dtype=torch.float64), str(lines), result[1:]
+    before = shard.traffic.total_calls
     result = beam_search(model, [[1, 2], [3]], shard=shard, **options)
+    if kind != "constrained" and shard.size > 1:  # a header, the steps, and what the group had no room for at first
+        assert shard.traffic.total_calls - before - result.steps in (1, 2)
+        groups = options.get("groups", 1)
+        assert shard.payload_sizes["candidates"][-1] == 2 * 4 * (104 + 8 * (groups + 1) * 4 // groups)
     return result.scores, result.token_ids.tolist(), (result.parents.tolist(), result.steps)
 
 
@@ -310,6 +330,7 @@ def test_a_search_over_shards_finds_what_the_oracles_finds():
 
 def _bad_search(rank, what):
     shard = shard_of(VOCAB)
+    shard.deferred_errors = what == "nan, read late"
     prompts, options = [[0]], {"num_beams": 2, "max_new_tokens": 3, "eos_ids": (END,)}
     last = rank == shard.size - 1
     if what == "prompts" and last:
@@ -320,13 +341,13 @@ def _bad_search(rank, what):
         options["num_beams"] = 3
     if what == "penalty" and last:
         options["length_penalty"] = math.inf
-    logits = torch.zeros(1, VOCAB)
-    if what == "nan":
-        logits[0, VOCAB - 1] = NAN
-
-    def model(prefix, parents, state):
-        return Toy(shard, lambda *_: logits[0].tolist(), [1])(prefix, parents, state)
-
+    if "attention" in what or what == "source":
+        options |= {"coverage": Coverage(1.0), "source": torch.tensor([[True, what != "source" or last]])}
+    logits = [0.0] * (VOCAB - 1) + [NAN if "nan" in what else 0.0]
+    model = Toy(shard, lambda *_: logits, [1])
+    model.attention = lambda *_: [0.5, 0.1 * (1 + rank if what == "another attention" else 1)]
+    if what == "no attention" and last:
+        model.attention = None
     return attempt(lambda: beam_search(model, prompts, shard=shard, **options))
 
 
@@ -336,6 +357,10 @@ BAD_SEARCHES = {
     "beams": ("LayoutMismatchError", ["3 beams"]),
     "penalty": ("ValueError", ["inf"]),
     "nan": ("NonFiniteError", ["row 0"]),
+    "nan, read late": ("NonFiniteError", ["row 0"]),
+    "no attention": ("ValueError", ["attention"]),
+    "another attention": ("LayoutMismatchError", ["beam_search step"]),
+    "source": ("LayoutMismatchError", ["rank 0"]),
 }
 
 
@@ -354,7 +379,8 @@ def _run(rank, function, *case):
 RUNS = Batch(
     _run,
     [
-        *((_step, kind, *layout, dtype, n) for kind, layout, dtype, n in product(KINDS, LAYOUTS, DTYPES, COUNTS)),
+        *((_step, kind, *form) for kind, form in product(KINDS, FORMS)),
+        (_no_requests,),
         (_case_b02,),
         *((_sums, kind) for kind in ("flat", "steep", "normal")),
         *((_traffic, *case) for case in TRAFFIC),

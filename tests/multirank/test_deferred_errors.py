@@ -31,7 +31,7 @@ from tests.multirank.test_bad_input import (
     keys_of,
 )
 from tests.ranks import RankFailure, run_ranks
-from vocab_parallel import VocabLayout, VocabShard
+from vocab_parallel import Streams, VocabLayout, VocabShard, sample
 from vocab_parallel.agreement import Exchange, first_row, judge, raise_deferred
 from vocab_parallel.collectives import all_reduce_
 from vocab_parallel.deferral import Found, Unread
@@ -338,6 +338,27 @@ def test_a_faulty_rank_goes_along_with_a_payload_that_follows() -> None:
     assert not isinstance(found, str), found
     assert [one["met"].kind for one in found] == ["ValueError"] * 2, found
     assert [one["after"] for one in found] == [expected_total(2)] * 2
+
+
+def other_rows(rank: int, world: int, _: str) -> dict[str, Any]:
+    """Sampling that cuts every row, and then not all of them, which takes more collectives; one rank is wrong in it."""
+    shard = deferred_shard(world)
+    logits = OPERATIONS["greedy"].arguments(shard)["logits"]
+    rows, streams = len(logits), Streams.of(range(len(logits)))
+    for _ in range(WARM):
+        sample(logits, shard=shard, streams=streams, top_k=2)
+    wrong = {"temperature": -1.0} if rank == 1 else {}
+    met = attempt(lambda: sample(logits, shard=shard, streams=streams, top_k=[2] * (rows - 1) + [V], **wrong))
+    if met.kind is None:
+        met = attempt(lambda: raise_deferred(shard))
+    return {"met": met, "after": sample(logits, shard=shard, streams=streams, top_k=2).token_ids.tolist()}
+
+
+def test_a_call_with_other_collectives_is_not_the_expected_one() -> None:
+    found = run_batch(other_rows, 2, ["once"], timeout=20)["once"]
+    assert not isinstance(found, str), found
+    assert [one["met"].kind for one in found] == ["ValueError"] * 2, found
+    assert found[0]["after"] == found[1]["after"]
 
 
 def many_flags(rank: int, world: int, bad: int) -> Attempt:

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from tests.batch import attempt
 from tests.multirank.sharded import TP, shard_of
-from tests.multirank.shared_world import Batch
-from tests.ranks import run_ranks
+from tests.multirank.shared_world import ALL_SIZES, Batch
 from tests.tolerances import bits, require_equal
 from vocab_parallel.decode.diagnostics.calibration import fit_temperature, reliability
 from vocab_parallel.decode.diagnostics.diagnostics import Diagnostics, diagnose
@@ -61,14 +61,16 @@ def _diagnosed(rank, kind, vocab, multiple_of, dtype):
     stacked = diagnose(mine.view(2, 3, -1), shard=shard, temperature=ROW_TEMPERATURES.view(2, 3))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(stacked, found["rows"], strict=True))
     assert stacked.entropy.shape == (2, 3)
+    shard.traffic.reset()
     curve = reliability(mine, targets_of(kind, vocab), shard=shard, bins=5, temperature=0.7)
+    sent += dict(shard.traffic.bytes), dict(shard.traffic.calls)
     assert torch.equal(bits(mine), bits(before)), "the logits were modified"
     return found, sent, curve
 
 
 CASES = {dtype: LAYOUTS if dtype == torch.float32 else LAYOUTS[:2] for dtype in DTYPES}
-DIAGNOSED = Batch(_diagnosed, [(kind, *layout, dtype) for kind in KINDS for dtype in DTYPES for layout in CASES[dtype]])
-DIAGNOSED_CASES = pytest.mark.parametrize(("kind", "vocab", "multiple_of", "dtype"), DIAGNOSED.cases)
+DIAGNOSED = [(kind, *layout, dtype) for kind in KINDS for dtype in DTYPES for layout in CASES[dtype]]
+DIAGNOSED_CASES = pytest.mark.parametrize(("kind", "vocab", "multiple_of", "dtype"), DIAGNOSED)
 
 
 @TP
@@ -76,7 +78,7 @@ DIAGNOSED_CASES = pytest.mark.parametrize(("kind", "vocab", "multiple_of", "dtyp
 def test_every_diagnostic_is_the_formulas_value(tp, kind, vocab, multiple_of, dtype):
     whole = logits_of(kind, vocab, dtype)
     exact = ABSOLUTE if dtype == torch.float64 else 2e-7  # the division by a temperature rounds float32 scores
-    for found, _, _ in DIAGNOSED(tp, kind, vocab, multiple_of, dtype):
+    for found, _, _ in RUNS(tp, _diagnosed, kind, vocab, multiple_of, dtype):
         for name, temperature in (("one", 0.7), ("rows", ROW_TEMPERATURES)):
             expected = oracle.diagnose(whole, temperature)
             for field, got, want in zip(Diagnostics._fields, found[name], expected, strict=True):
@@ -92,7 +94,7 @@ def test_every_diagnostic_is_the_formulas_value(tp, kind, vocab, multiple_of, dt
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_on_every_rank_and_at_every_tp_size(kind, dtype):
     for vocab, multiple_of in CASES[dtype]:
-        ranks = [one for tp in (1, 2, 3, 4) for one in DIAGNOSED(tp, kind, vocab, multiple_of, dtype)]
+        ranks = [one for tp in (1, 2, 3, 4) for one in RUNS(tp, _diagnosed, kind, vocab, multiple_of, dtype)]
         for name in ("one", "rows"):
             for field in Diagnostics._fields:
                 require_equal(field, [getattr(found[name], field) for found, _, _ in ranks])
@@ -100,18 +102,22 @@ def test_the_same_bits_on_every_rank_and_at_every_tp_size(kind, dtype):
 
 
 @TP
-def test_a_row_costs_48_bytes_in_two_calls(tp):
-    for _, (sent, calls), _ in DIAGNOSED(tp, "normal", 700, 8, torch.float32):
-        assert calls == ({"all_gather": 2} if tp > 1 else {})
-        capacity = 512  # what the first exchange of a kind has room for
-        assert sent.get("all_gather", 0) == (tp - 1) * (HEADER + capacity + 6 * 32)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_costs_its_documented_bytes_and_calls(tp, dtype):
+    first = HEADER + 512  # what the first exchange of a kind has room for
+    for _, (sent, calls, curve_sent, curve_calls), _ in RUNS(tp, _diagnosed, "normal", 9, 1, dtype):
+        if tp == 1:
+            assert not sent and not curve_sent
+            continue
+        assert calls == {"all_gather": 2} and sent == {"all_gather": (tp - 1) * (first + 6 * 32)}
+        assert curve_calls == {"all_gather": 3} and curve_sent == {"all_gather": (tp - 1) * (first + 6 * (8 + 32))}
 
 
 @TP
 @DIAGNOSED_CASES
 def test_the_curve_has_the_oracles_bins(tp, kind, vocab, multiple_of, dtype):
     whole, target = logits_of(kind, vocab, dtype), targets_of(kind, vocab)
-    curve = DIAGNOSED(tp, kind, vocab, multiple_of, dtype)[0][2]
+    curve = RUNS(tp, _diagnosed, kind, vocab, multiple_of, dtype)[0][2]
     expected = oracle.calibration(whole, target, 5, 0.7)
     assert curve.rows == 5
     if kind == "flat" and vocab in (2, 1):  # a confidence on the edge of two bins: rounding decides in the oracle
@@ -135,7 +141,7 @@ def _parts(rank):
 
 
 def test_curves_of_parts_in_any_order_add_up_to_the_whole():
-    for parts, whole in run_ranks(_parts, 3):
+    for parts, whole in RUNS(3, _parts):
         assert parts == whole and whole.rows == 59
 
 
@@ -169,14 +175,14 @@ def _fitted(rank, name, batched):
 
 
 NAMES = [*FITTED, "always right", "always worst"]
-FITS = Batch(_fitted, [(name, batched) for name in NAMES for batched in (False, True)])
 
 
 @TP
 @pytest.mark.parametrize("name", NAMES)
 def test_the_temperature_minimises_the_likelihoods_mean_and_is_the_same_for_any_batches_and_ranks(tp, name):
     whole, target = material(name)
-    found = [fit for batched in (False, True) for fit, _ in FITS(tp, name, batched)] + [FITS(1, name, False)[0][0]]
+    found = [fit for batched in (False, True) for fit, _ in RUNS(tp, _fitted, name, batched)]
+    found.append(RUNS(1, _fitted, name, False)[0][0])
     assert len({repr(fit) for fit in found}) == 1
     fit = found[0]
     if name.startswith("always"):
@@ -195,26 +201,22 @@ def test_the_temperature_minimises_the_likelihoods_mean_and_is_the_same_for_any_
 
 
 def test_an_evaluation_is_one_exchange():
-    for fit, calls in FITS(4, "sharp", False):
-        # peaks and targets once; twice a payload outgrew what calls before it needed
-        assert calls == fit.evaluations + 2 + 2
+    for fit, calls in RUNS(4, _fitted, "sharp", False):
+        # peaks and targets once; a payload may outgrow what the calls before it needed, at first and once more
+        assert calls in range(fit.evaluations + 2, fit.evaluations + 2 + 3)
 
 
 def _refused(rank, what):
-    """The error of a bad call, on this rank."""
-    try:
-        _bad(rank, what)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+    return attempt(lambda: _bad(rank, what))
 
 
 def _bad(rank, what):
     shard = shard_of(9)
+    shard.deferred_errors = what.endswith("read late")
     whole = torch.zeros(4, 9)
     target = torch.tensor([1, 2, 3, 4])
     options = {}
-    if what == "nan":
+    if what.startswith("nan"):
         whole[2, 8] = math.nan
     elif what == "masked row":
         whole[2] = -torch.inf
@@ -222,6 +224,8 @@ def _bad(rank, what):
         whole[2, 4] = torch.inf
     elif what == "temperature":
         options["temperature"] = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    elif what == "infinite temperature":
+        options["temperature"] = math.inf
     elif what == "temperatures":
         options["temperature"] = [1.0, 2.0]
     elif what == "other columns on one rank":
@@ -231,18 +235,18 @@ def _bad(rank, what):
         options["temperature"] = torch.full((4,), 1.0 + rank)
     elif what == "target":
         target[2] = 9
-    elif what == "impossible target":
+    elif what.startswith("impossible target"):
         whole[2, 3] = -torch.inf
     elif what == "other rows":
         target = target[:3]
     mine = shard.slice(whole, -1)
-    if what in ("target", "other rows"):
+    if what in ("target", "other rows", "nan, read late"):
         return reliability(mine, target, shard=shard)
     if what == "bins":
         return reliability(mine, target, shard=shard, bins=0)
     if what == "negative":
         return reliability(mine, target, shard=shard, temperature=-1.0)
-    if what == "impossible target":
+    if what.startswith("impossible target"):
         return fit_temperature((mine, target), shard=shard)
     if what == "no rows":
         return fit_temperature((mine, torch.full_like(target, IGNORED)), shard=shard)
@@ -251,6 +255,8 @@ def _bad(rank, what):
     if what == "used up":
         pairs = iter([(mine, target)])
         return fit_temperature(lambda: pairs, shard=shard)
+    if what == "another ignore_index on one rank":
+        return fit_temperature((mine, target), shard=shard, ignore_index=IGNORED - rank)
     if what == "a batch less on one rank":
         return fit_temperature(lambda: [(mine, target)] * (2 if rank == 1 else 3), shard=shard)
     if what == "breaks on one rank":
@@ -268,23 +274,44 @@ def _breaks(mine, target, rank):
 BAD = {
     "nan": ("NonFiniteError", "row 2 holds NaN"), "masked row": ("NonFiniteError", "row 2"),
     "infinite": ("NonFiniteError", "row 2"), "temperature": ("ValueError", "temperature of row 2"),
+    "infinite temperature": ("ValueError", "got inf"),
+    "another ignore_index on one rank": ("LayoutMismatchError", "ignore_index"),
     "temperatures": ("ValueError", "2 values for 4 rows"), 
     "other columns on one rank": ("LayoutMismatchError", "4 columns"),
     "another temperature on one rank": ("LayoutMismatchError", ""), "target": ("TargetRangeError", "target 9 at row 2"),
     "other rows": ("LayoutMismatchError", "[3]"), "bins": ("ValueError", "bins"), "negative": ("ValueError", "-1.0"),
-    "impossible target": ("NonFiniteError", "row 2: its target 3"), "no rows": ("ValueError", "no row"),
+    "impossible target": ("NonFiniteError", "row 2: its target 3"),
+    "impossible target, read late": ("NonFiniteError", "row 2: its target 3"),
+    "nan, read late": ("NonFiniteError", "row 2 holds NaN"), "no rows": ("ValueError", "no row"),
     "bounds": ("ValueError", "(2.0, 3.0)"), "used up": ("ValueError", "used up"),
     "a batch less on one rank": ("LayoutMismatchError", "there is none"),
     "breaks on one rank": ("VocabParallelError", "disk is gone"),
 }  # fmt: skip
 
 
-REFUSED = Batch(_refused, [(what,) for what in BAD])
-
-
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_the_same_error_on_every_rank(what):
     kind, words = BAD[what]
-    ranks = REFUSED(2, what)
-    assert ranks[0] == ranks[1]
-    assert ranks[0][0] == kind and words in ranks[0][1], ranks[0]
+    first, second = RUNS(2, _refused, what)
+    assert (first.kind, first.message) == (second.kind, second.message)
+    assert first.kind == kind and words in first.message
+
+
+def _run(rank, function, *case):
+    return function(rank, *case)
+
+
+def _sizes(case):
+    return {_parts: (3,), _refused: (2,)}.get(case[0], ALL_SIZES)
+
+
+RUNS = Batch(
+    _run,
+    [
+        *((_diagnosed, *case) for case in DIAGNOSED),
+        (_parts,),
+        *((_fitted, name, batched) for name in NAMES for batched in (False, True)),
+        *((_refused, what) for what in BAD),
+    ],
+    _sizes,
+)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+import tempfile
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.batch import assert_all_raise, attempt
+from tests.multirank.counting import Allocations
 from tests.multirank.sharded import TP, shard_of
-from tests.multirank.shared_world import Batch
-from tests.ranks import run_ranks
+from tests.multirank.shared_world import ALL_SIZES, Batch
 from tests.tolerances import bits, require_close, require_equal
 from vocab_parallel import VocabParallelLMHead, reference
 from vocab_parallel.decode.diagnostics.lens import logit_lens
@@ -67,17 +67,16 @@ def _read(rank, layout, dtype, grid, bias, projection):
     return whole, blocks, calls
 
 
-READ = Batch(
-    _read,
-    [((9, 1), torch.float32, True, True, False), ((9, 1), torch.float32, False, True, False),
-     ((13, 4), torch.float64, True, True, False), ((13, 4), torch.float64, False, True, False),
-     ((200, 8), torch.float32, True, True, False), ((9, 1), torch.float32, False, False, True)],
-)  # fmt: skip
-GRIDS = [(layout, dtype) for layout, dtype, grid, _, _ in READ.cases if grid]
+READ = [
+    ((9, 1), torch.float32, True, True, False), ((9, 1), torch.float32, False, True, False),
+    ((13, 4), torch.float64, True, True, False), ((13, 4), torch.float64, False, True, False),
+    ((200, 8), torch.float32, True, True, False), ((9, 1), torch.float32, False, False, True),
+]  # fmt: skip
+GRIDS = [(layout, dtype) for layout, dtype, grid, _, _ in READ if grid]
 
 
 @TP
-@pytest.mark.parametrize(("layout", "dtype", "grid", "bias", "projection"), READ.cases)
+@pytest.mark.parametrize(("layout", "dtype", "grid", "bias", "projection"), READ)
 def test_readings_are_the_oracles_through_the_named_norm(tp, layout, dtype, grid, bias, projection):
     hidden, weight, offset, matrix, norm, target = parts(layout[0], torch.float64, grid, bias, projection)
     hidden, weight = hidden.to(dtype).double(), weight.to(dtype).double()
@@ -88,7 +87,7 @@ def test_readings_are_the_oracles_through_the_named_norm(tp, layout, dtype, grid
 
     with torch.no_grad():
         ids, logprobs, entropy, rank = oracle.lens(hidden, read, target)
-    for found, blocks, _ in READ(tp, layout, dtype, grid, bias, projection):
+    for found, blocks, _ in RUNS(tp, _read, layout, dtype, grid, bias, projection):
         assert found.norm_name == "final"
         close = 1e-9 if dtype == torch.float64 or grid else 2e-5
         for one in (found, blocks):
@@ -101,14 +100,14 @@ def test_readings_are_the_oracles_through_the_named_norm(tp, layout, dtype, grid
 
 @pytest.mark.parametrize(("layout", "dtype"), GRIDS)
 def test_exact_products_read_to_the_same_bits_at_every_tp_size(layout, dtype):
-    ranks = [one for tp in (1, 2, 3, 4) for whole, blocks, _ in READ(tp, layout, dtype, True, True, False)
+    ranks = [one for tp in (1, 2, 3, 4) for whole, blocks, _ in RUNS(tp, _read, layout, dtype, True, True, False)
              for one in (whole, blocks)]  # fmt: skip
     for at, field in enumerate(ranks[0]._fields[1:], 1):
         require_equal(field, [one[at] for one in ranks])
 
 
 def test_a_block_of_a_layer_is_four_exchanges():
-    for _, _, calls in READ(4, (9, 1), torch.float32, True, True, False):
+    for _, _, calls in RUNS(4, _read, (9, 1), torch.float32, True, True, False):
         assert calls == 1 + LAYERS * 2 * 4  # one header, then best ids, masses, target's score, ids before it
 
 
@@ -120,22 +119,22 @@ def drawn(rows, dtype=torch.float32):
     return torch.stack([last @ maps[0] + 1.0, last @ maps[1]]).to(dtype), last.to(dtype)
 
 
-def _trained(rank, vocab, folder):
-    shard = shard_of(vocab)
-    _, weight, bias, _, _, _ = parts(vocab, torch.float32, bias=True)
+def _trained(rank):
+    shard = shard_of(9)
+    _, weight, bias, _, _, _ = parts(9, torch.float32, bias=True)
     head, norm = head_of(shard, weight, bias, None), nn.RMSNorm(HIDDEN, eps=1e-6)
     model = {**head.state_dict(), **{f"norm.{name}": value for name, value in norm.state_dict().items()}}
     before = {name: bits(value).clone() for name, value in model.items()}
     hidden, last = drawn(64)
-    translator = Translator(["first", "second"], HIDDEN, norm_name="final RMSNorm")
+    translator = Translator(["first", "second"], HIDDEN, norm_name="final")
     start = translator.divergence(hidden, last, norm, head).detach()
     optimizer = torch.optim.Adam(translator.parameters(), lr=0.1)
     history = fit_translator(translator, [(hidden, last)] * 20, norm, head, optimizer=optimizer, chunk_size=32)
     untouched = all(torch.equal(bits(value), before[name]) for name, value in model.items())
     no_gradient = all(parameter.grad is None for module in (head, norm) for parameter in module.parameters())
-    path = f"{folder}/translator.{rank}.pt"
-    translator.save(path)
-    loaded = Translator.load(path)
+    with tempfile.TemporaryDirectory() as folder:
+        translator.save(f"{folder}/translator.pt")
+        loaded = Translator.load(f"{folder}/translator.pt")
     seen = [logit_lens(hidden, norm, head, norm_name="final", translator=one, k=2) for one in (translator, loaded)]
     same = torch.equal(bits(seen[0].logprobs), bits(seen[1].logprobs))
     about = (loaded.layers, loaded.norm_name)
@@ -150,8 +149,8 @@ def _trained(rank, vocab, folder):
 
 
 @pytest.mark.parametrize("tp", [1, 4])
-def test_a_translator_learns_to_agree_with_the_last_layer_and_touches_nothing_else(tp, tmp_path):
-    ranks = run_ranks(_trained, tp, 9, str(tmp_path))
+def test_a_translator_learns_to_agree_with_the_last_layer_and_touches_nothing_else(tp):
+    ranks = RUNS(tp, _trained)
     _, weight, bias, _, _, _ = parts(9, torch.float32, bias=True)
     norm = nn.RMSNorm(HIDDEN, eps=1e-6)
     hidden, last = drawn(64)
@@ -163,48 +162,28 @@ def test_a_translator_learns_to_agree_with_the_last_layer_and_touches_nothing_el
         require_close("divergence of the plain lens", start, expected, torch.float32)
         assert history[0] == start.tolist()
         assert all(last < first / 4 for first, last in zip(history[0], history[-1], strict=True)), history[-1]
-        assert clean and about == (("first", "second"), "final RMSNorm")
+        assert clean and about == (("first", "second"), "final")
     for at in (4, 5):
         require_equal("the translator", [rank[at] for rank in ranks])
 
 
-class _Largest(TorchDispatchMode):
-    """The most floating elements that any operator returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                self.elements = max(self.elements, leaf.numel())
-        return result
-
-
 def _watched(rank):
-    shard = shard_of(2000)
+    shard = shard_of(8000)
     head = VocabParallelLMHead(HIDDEN, shard=shard)
     hidden, last = drawn(64)
     translator = Translator(["first", "second"], HIDDEN, norm_name="none")
-    with _Largest() as largest:
+    with Allocations(head.weight) as made:
         fit_translator(translator, [(hidden, last)], nn.Identity(), head, chunk_size=4)
-    return largest.elements, shard.shard_size
+    return made.largest, shard.shard_size
 
 
 def test_training_holds_no_logits_of_all_rows():
-    for elements, columns in run_ranks(_watched, 2):
-        assert elements == HIDDEN * columns < 64 * columns, "the head's rows are the largest"
+    for elements, columns in RUNS(2, _watched):
+        assert elements < 64 * columns / 2
 
 
 def _refused(rank, what):
-    """The error of a bad call, on this rank."""
-    try:
-        _bad(rank, what)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+    return attempt(lambda: _bad(rank, what))
 
 
 def _bad(rank, what):
@@ -220,12 +199,16 @@ def _bad(rank, what):
         options["k"] = 10
     elif what == "target":
         options["target"] = torch.tensor([0, 1, 9, 3, 4, 5])
+    elif what == "no target":
+        options["target"] = torch.tensor([0, 1, 2, -1, 4, 5])
     elif what == "targets":
         options["target"] = target[:2]
     elif what == "hidden":
         hidden = hidden[0, 0]
     elif what == "layers":
         options["translator"] = Translator(["one"], HIDDEN, norm_name="final")
+    elif what == "another norm's":
+        options["translator"] = Translator(["a", "b", "c"], HIDDEN, norm_name="other")
     elif what == "nan on one rank" and rank == 1:
         head.weight.data[0, 0] = math.nan
     elif what == "another name on one rank" and rank == 1:
@@ -235,21 +218,32 @@ def _bad(rank, what):
 
 BAD = {
     "no norm": ("ValueError", "final norm"), "no name": ("ValueError", "named ''"), "k": ("ValueError", "10"),
-    "target": ("TargetRangeError", "target 9 at row 2"), "targets": ("ValueError", "one id a row"),
+    "target": ("TokenRangeError", "target 9 at row 2"), "no target": ("TokenRangeError", "target -1 at row 3"),
+    "targets": ("LayoutMismatchError", "[2]"), "another norm's": ("ValueError", "'other'"),
     "hidden": ("LayoutMismatchError", "[L, T, D]"), "layers": ("LayoutMismatchError", "the translator 1: one"),
     "nan on one rank": ("NonFiniteError", "row 0 holds NaN"), "another name on one rank": ("LayoutMismatchError", ""),
 }  # fmt: skip
 
 
-REFUSED = Batch(_refused, [(what,) for what in BAD])
-
-
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_the_same_error_on_every_rank(what):
     kind, words = BAD[what]
-    ranks = REFUSED(2, what)
-    assert ranks[0] == ranks[1]
-    assert ranks[0][0] == kind and words in ranks[0][1], ranks[0]
+    assert_all_raise(what, RUNS(2, _refused, what), [kind], [words] if words else [])
+
+
+def _run(rank, function, *case):
+    return function(rank, *case)
+
+
+def _sizes(case):
+    return {_read: ALL_SIZES, _trained: (1, 4)}.get(case[0], (2,))
+
+
+RUNS = Batch(
+    _run,
+    [*((_read, *case) for case in READ), (_trained,), (_watched,), *((_refused, what) for what in BAD)],
+    _sizes,
+)
 
 
 def test_another_file_is_no_translator(tmp_path):

@@ -14,33 +14,31 @@ from tests.multirank.counting import collectives
 from tests.multirank.sharded import TP, shard_of
 from tests.multirank.shared_world import Batch
 from tests.tolerances import bits
-from tests.unit.policies import VOCAB, chain_of, every_transform, logits_of, request_lists
-from vocab_parallel import VocabLayout, VocabShard
+from tests.unit.policies import VOCAB, Keep, alone, chain_of, every_transform, logits_of, request_lists
+from vocab_parallel import VocabShard
 from vocab_parallel.decode.policy import Policy
 from vocab_parallel.decode.state import PolicyState
 from vocab_parallel.decode.transforms.constraints import Fsm
-from vocab_parallel.decode.transforms.controllers import MirostatV2
+from vocab_parallel.decode.transforms.controllers import DynamicTemperature, MirostatV2
+from vocab_parallel.decode.transforms.log_softmax import Normalize
 from vocab_parallel.decode.transforms.machine import StateMachine
 from vocab_parallel.decode.transforms.processors import Bias, RepetitionPenalty, Suppress
 from vocab_parallel.decode.transforms.transform import Transform, View
-from vocab_parallel.decode.transforms.warpers import Temperature, TopK, TopP
+from vocab_parallel.decode.transforms.warpers import Eta, MinP, Temperature, TopK, TopNSigma, TopP, Typical
 from vocab_parallel.reference.policy import run_policy
 from vocab_parallel.select.logprobs import top_logprobs
+from vocab_parallel.select.scores import top_candidates
 from vocab_parallel.select.streams import Streams
 
 ROWS = 6
-
-
-def alone(vocab=VOCAB):
-    return VocabShard(VocabLayout(vocab, 1, multiple_of=1))
 
 
 def whole_step(shard, seed):
     """One traced step of a random chain, with everything that it can return."""
     draw = torch.Generator().manual_seed(seed)
     policy = chain_of(seed, ROWS)
-    dtype = (torch.bfloat16, torch.float32, torch.float64)[seed % 3]
-    logits = logits_of(seed, ROWS, dtype, masked=seed % 2 == 0)
+    dtype = (torch.bfloat16, torch.float32, torch.float64, torch.float16)[seed % 4]
+    logits = logits_of(seed, ROWS, dtype, masked=seed % 3 == 0)
     prompts, generated = request_lists(draw, ROWS)
     view = View.of([[*p, *g] for p, g in zip(prompts, generated, strict=True)], [len(p) for p in prompts])
     state = policy.start(ROWS, Streams.of([seed] * ROWS, list(range(ROWS))))
@@ -48,7 +46,7 @@ def whole_step(shard, seed):
     mine = shard.slice(logits, -1, fill=math.nan)
     step = policy.step(
         mine, view, state, shard=shard, trace=True, removed_ids=True, top_logprobs=3,
-        logprobs="raw" if seed % 4 == 0 else "processed",
+        logprobs="raw" if seed % 5 == 0 else "processed",
     )  # fmt: skip
     assert torch.equal(logits, before)
     expected = run_policy(policy.to_dict(), logits, prompts, generated, state.streams.bits())
@@ -71,26 +69,73 @@ def assert_same_bits(found, expected, words=""):
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             mine = found[name]
-            same = mine.dtype == value.dtype and torch.equal(
-                bits(mine.flatten().clone()), bits(value.flatten().clone())
-            )
+            mine, value = (one.clone(memory_format=torch.contiguous_format) for one in (mine, value))
+            same = (mine.dtype, mine.shape) == (value.dtype, value.shape) and torch.equal(bits(mine), bits(value))
             assert same, f"{name}: {mine} is not {value}\n{words}"
         else:
             assert found[name] == value, f"{name}\n{words}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """Requests and vocabulary at an edge of what there is: nobody, one token, one row."""
+
+    rows: int
+    vocab: int
+
+
+EDGE_POLICIES = (
+    Policy(),
+    Policy((Bias({0: 1.0}), RepetitionPenalty(1.2), Temperature(0.7), TopP(0.9), MirostatV2(), Normalize())),
+    Policy((MinP(0.1), Typical(0.9), Eta(0.02), TopNSigma(2.0), DynamicTemperature(0.5, 1.5)), fallback={"token": 0}),
+    Policy((TopK(4), Keep((0,)), Temperature(0.0)), fallback={"undo": True}, selector="greedy"),
+)
+
+
+def at_edge(shard, edge):
+    """Steps of policies with all that they can return."""
+    steps = []
+    for policy in EDGE_POLICIES:
+        state = policy.start(edge.rows, Streams.of([3] * edge.rows))
+        logits = logits_of(edge.vocab, edge.rows, torch.float16, vocab=edge.vocab)
+        if edge.vocab == 1:
+            logits.fill_(-0.0)
+        step = policy.step(
+            shard.slice(logits, -1, fill=math.nan), View.of([[0]] * edge.rows), state, shard=shard, trace=True,
+            top_logprobs=1,
+        )  # fmt: skip
+        steps.append(bits_of(step))
+    return steps
+
+
+def _edge(rank, edge):
+    return at_edge(shard_of(edge.vocab), edge)
+
+
+EDGES = [Edge(0, 9), Edge(0, 1), Edge(1, 1), Edge(3, 2)]
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("edge", EDGES, ids=str)
+def test_a_step_of_no_rows_or_of_one_token_is_that_of_one_process(tp, edge):
+    expected = at_edge(alone(edge.vocab), edge)
+    for found in TOGETHER(tp, _edge, edge):
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other)
 
 
 def _chain(rank, seed):
     return whole_step(shard_of(VOCAB), seed)
 
 
-CHAINS = Batch(_chain, [(seed,) for seed in range(24)])
+CHAINS = range(24)
 
 
 @TP
-@pytest.mark.parametrize("seed", [seed for (seed,) in CHAINS.cases])
+@pytest.mark.parametrize("seed", CHAINS)
 def test_a_random_chain_is_the_oracles_and_the_same_bits_as_on_one_process(tp, seed):
     expected, _, _ = whole_step(alone(), seed)
-    for found, oracle, words in CHAINS(tp, seed):
+    for found, oracle, words in TOGETHER(tp, _chain, seed):
         assert torch.equal(found["ids"], oracle), words
         assert_same_bits(found, expected, words)
 
@@ -138,15 +183,15 @@ def _several(rank, order, restore):
     return several_steps(shard_of(VOCAB), order, restore)
 
 
-SEVERAL = Batch(_several, [(STRAIGHT, False), (STRAIGHT, True), (MIXED, False)])
+SEVERAL = [(STRAIGHT, False), (STRAIGHT, True), (MIXED, False)]
 
 
 @TP
-@pytest.mark.parametrize(("order", "restore"), SEVERAL.cases)
+@pytest.mark.parametrize(("order", "restore"), SEVERAL)
 def test_steps_with_constraints_controllers_and_ended_rows_are_those_of_one_process(tp, order, restore):
     ids, results, state = several_steps(alone(), order)
     assert any(-1 in row for row in ids), "the case must have rows that end"
-    for found_ids, found, found_state in SEVERAL(tp, order, restore):
+    for found_ids, found, found_state in TOGETHER(tp, _several, order, restore):
         assert found_ids == ids
         for one, expected in zip(found, results, strict=True):
             assert_same_bits(one, expected)
@@ -163,20 +208,21 @@ def test_the_order_of_the_batch_changes_no_request():
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Keep(Transform):
-    """A filter that keeps a list of ids, and may leave none."""
+class Three(Transform):
+    """Three candidates that every rank holds, as many as some ranks have columns; and then none of them."""
 
-    name = "keep"
-    ids: tuple[int, ...] = ()
+    name = "three"
 
     def apply(self, scores, view, state):
-        return scores.keep(scores.listed(torch.tensor(self.ids, dtype=torch.int64)), keeps_peak=False)
+        best = top_candidates(scores, 3)
+        return best.keep(torch.zeros_like(best.values, dtype=torch.bool), keeps_peak=False)
 
 
 FALLBACKS = {
     "token": Policy((Suppress([0]), Keep((0, 8)), TopP(0.9)), fallback={"token": 2}),
     "token after candidates": Policy((TopK(2), Suppress([0, 1]), TopP(0.9)), fallback={"token": 7}),
     "undo": Policy((Suppress([0]), Keep((0, 8)), TopK(2)), fallback={"undo": True}),
+    "undo after candidates": Policy((TopK(2), Keep((8,)), TopP(0.9)), fallback={"undo": True}),
 }
 
 
@@ -193,15 +239,12 @@ def _fallen_back(rank, name):
     return fallen_back(shard_of(VOCAB), name)
 
 
-FALLEN = Batch(_fallen_back, [(name,) for name in FALLBACKS])
-
-
 @TP
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_a_fallback_answers_on_ranks_as_on_one_process(tp, name):
     expected, reasons = fallen_back(alone(), name)
     assert any(reasons)
-    for found, found_reasons in FALLEN(tp, name):
+    for found, found_reasons in TOGETHER(tp, _fallen_back, name):
         assert_same_bits(found, expected)
         assert found_reasons == reasons
 
@@ -219,7 +262,7 @@ def good_call(shard, **change):
     start = change.pop("start", policy)
     view = View.of(change.pop("prefix", [[1], [2], [3]]), extras=change.pop("extras", None))
     state = start.start(rows, Streams.of(change.pop("seeds", list(range(rows)))))
-    mine = shard.slice(whole, -1)[:, : change.pop("width", None)]
+    mine = shard.slice(whole, -1)
     return lambda: policy.step(mine, view, state, shard=shard, **change)
 
 
@@ -231,6 +274,9 @@ BAD = {
     "emptied": ({"policy": Policy((Suppress(range(9)), TopP(0.5)))}, ["EmptySupportError"], ["row 0", "'suppress'"]),
     "illegal fallback": (
         {"policy": Policy((Suppress(range(VOCAB)),), fallback={"token": 3})}, ["EmptySupportError"], ["token 3"],
+    ),
+    "emptied candidates": (
+        {"policy": Policy((Three(),), fallback={"undo": True})}, ["EmptySupportError"], ["row 0", "'three'"],
     ),
     "another batch": ({"rows": 2}, ["ValueError"], ["2 requests", "3 rows"]),
     "another policy's state": ({"start": Policy((TopP(0.5),))}, ["ValueError"], ["'mine'"]),
@@ -248,6 +294,11 @@ ODD = {
     "policy": ({"policy": Policy((Suppress([1]), TopK(2)), name="other")}, ["LayoutMismatchError"], ["other"]),
     "trace": ({"trace": True}, ["LayoutMismatchError"], ["disagree"]),
     "rows that go on": ({"active": torch.tensor([True, False, True])}, ["LayoutMismatchError"], []),
+    "special ids": (
+        {"policy": Policy((Suppress([1]), TopP(0.9)), name="mine", special_ids={"eos": 2})}, ["LayoutMismatchError"],
+        ["eos"],
+    ),
+    "no tensor": ({"extras": {"a": 1}}, ["ValueError"], ["'a'"]),
     "extras": ({"extras": {"a": torch.zeros(3)}}, ["LayoutMismatchError"], ["disagree"]),
     "NaN": ({"logits": [(1, slice(None), math.nan)]}, ["NonFiniteError"], ["row 1"]),
     "NaN and another policy": (
@@ -260,7 +311,10 @@ ODD = {
 def _bad(rank, name, odd):
     shard = shard_of(VOCAB)
     change = ODD[name][0] if odd else BAD[name][0]
-    result = attempt(good_call(shard, **(dict(change) if not odd or rank == 0 else {})))
+    given = dict(change) if not odd or rank == 0 else {}
+    if name == "special ids":
+        given |= {"trace": True, "removed_ids": True}
+    result = attempt(good_call(shard, **given))
     return result, good_call(shard)().token_ids.tolist()
 
 
@@ -361,19 +415,38 @@ def _top(rank, dtype, n):
     return top_logprobs(shard.slice(logits_of(3, 20, dtype, masked=True), -1, fill=9.0), n, shard=shard)
 
 
-TOP = Batch(_top, [(torch.bfloat16, 3), (torch.float32, 9), (torch.float64, 5)])
+TOP = [(torch.bfloat16, 3), (torch.float32, 9), (torch.float64, 5)]
 
 
 @TP
-@pytest.mark.parametrize(("dtype", "n"), TOP.cases)
+@pytest.mark.parametrize(("dtype", "n"), TOP)
 def test_top_log_probabilities_are_those_of_whole_rows(tp, dtype, n):
     logits = logits_of(3, 20, dtype, masked=True)
     expected = logits.double().log_softmax(1)
     values, ids = expected.sort(dim=1, descending=True, stable=True)
     ids = torch.where(values > -torch.inf, ids, -1)
     mine = top_logprobs(logits, n, shard=alone())
-    for found in TOP(tp, dtype, n):
+    for found in TOGETHER(tp, _top, dtype, n):
         assert torch.equal(found.token_ids, ids[:, :n])
         assert torch.equal(found.logprobs, mine.logprobs)
         finite = values[:, :n] > -torch.inf
         assert torch.allclose(found.logprobs[finite], values[:, :n][finite], atol=1e-9)
+
+
+# what ends well, in one world for each number of ranks
+
+
+def _call(rank, fn, *case):
+    return fn(rank, *case)
+
+
+TOGETHER = Batch(
+    _call,
+    [
+        *((_edge, edge) for edge in EDGES),
+        *((_chain, seed) for seed in CHAINS),
+        *((_several, *case) for case in SEVERAL),
+        *((_fallen_back, name) for name in FALLBACKS),
+        *((_top, *case) for case in TOP),
+    ],
+)

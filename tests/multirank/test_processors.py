@@ -13,6 +13,7 @@ from tests.multirank.processor_cases import PROCESSORS, ROWS, joined, machine, p
 from tests.multirank.sharded import TP, shard_of
 from tests.multirank.shared_world import ALL_SIZES, Batch
 from tests.tolerances import bits
+from tests.unit.policies import every_transform
 from vocab_parallel.decode.policy import Policy
 from vocab_parallel.decode.state import PolicyState
 from vocab_parallel.decode.transforms.constraints import Fsm, StateMachine
@@ -23,11 +24,13 @@ from vocab_parallel.decode.transforms.processors import (
     Force,
     FrequencyPenalty,
     MinLength,
+    Prior,
     Suppress,
 )
 from vocab_parallel.decode.transforms.transform import View
-from vocab_parallel.decode.transforms.warpers import Temperature
+from vocab_parallel.decode.transforms.warpers import Temperature, TopK, TopP
 from vocab_parallel.reference import processors as oracle
+from vocab_parallel.reference.policy import final_scores
 from vocab_parallel.select.filters import keep_top_k
 from vocab_parallel.select.scores import open_scores, top_candidates
 from vocab_parallel.select.streams import Streams
@@ -69,15 +72,13 @@ def test_each_processor_gives_the_oracles_scores_bit_for_bit(tp, name):
         vocab, _, dtype = case_of(seed)
         drawn = requests(seed, vocab, dtype)
         fields = processor(name, seed, vocab).to_dict()
-        z = drawn.z if dtype == torch.float64 else drawn.z.float()
-        expected = oracle.process(fields.pop("name"), z, drawn.prompts, drawn.generated, **fields)
-        dense, candidates = zip(*RESULTS(tp, "process", name, seed), strict=True)
-        whole = joined([after for _, after in dense])
-        assert torch.equal(whole, expected), f"seed {seed}\n{fields}\n{whole}\n{expected}"
-        for before, after in candidates:
-            there = ~before.isnan()
-            assert torch.equal(there, ~after.isnan())
-            assert torch.equal(after[there], expected[there]), f"candidates, seed {seed}"
+        fields.pop("name")
+        for parts in zip(*RESULTS(tp, "process", name, seed), strict=True):  # of columns, then of candidates
+            before, after = ([part[at] for part in parts] for at in (0, 1))
+            z = joined(before).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+            expected = oracle.process(name, z, drawn.prompts, drawn.generated, **fields)
+            whole = joined(after).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+            assert torch.equal(whole, expected), f"seed {seed}\n{fields}\n{whole}\n{expected}"
 
 
 def _constrain(rank, seed):
@@ -116,7 +117,7 @@ def _contrast(rank, seed, count):
     vocab, multiple_of, dtype = case_of(seed)
     shard, drawn = shard_of(vocab, multiple_of), requests(seed, vocab, dtype)
     layers = layers_of(seed, vocab, count)
-    premature = shard.slice(layers if count > 1 else layers[:, 0], -1, fill=torch.nan).to(dtype)
+    premature = shard.slice(layers.movedim(1, 0) if count > 1 else layers[:, 0], -1, fill=torch.nan).to(dtype)
     view = View.of([[]] * ROWS, extras={"premature_logits": premature})
     mine = shard.slice(drawn.z, -1, fill=torch.nan)
     dola = Dola([0.1, 0.5, 1.0, 1e-6, 0.1, 0.9])
@@ -138,7 +139,8 @@ def _contrast(rank, seed, count):
     return contrasted, chosen, candidates, best.token_ids[:, 0]
 
 
-EVERY_CONTRAST = pytest.mark.parametrize(("seed", "count"), [(seed, count) for seed in SEEDS for count in (1, 3)])
+CONTRASTS = [(seed, (1, 3)[seed // 4 % 2]) for seed in SEEDS]
+EVERY_CONTRAST = pytest.mark.parametrize(("seed", "count"), CONTRASTS)
 
 
 @EVERY_CONTRAST
@@ -273,8 +275,8 @@ BAD_VALUES = ["nan", "inf", "-inf"]
 
 def _bad_layers(rank, value):
     shard = shard_of(9)
-    layers = torch.zeros(2, 3, 9)
-    layers[1, 2, slice(None) if value == "-inf" else 8] = float(value)
+    layers = torch.zeros(3, 2, 9)
+    layers[2, 1, slice(None) if value == "-inf" else 8] = float(value)
     view = View.of([[], []], extras={"premature_logits": shard.slice(layers, -1)})
     return attempt(lambda: Dola().apply(open_scores(torch.zeros(2, shard.shard_size), shard, "dola"), view, {}))
 
@@ -285,42 +287,139 @@ def test_a_premature_layer_without_a_distribution_is_an_error_on_every_rank(tp, 
     assert_all_raise(value, RESULTS(tp, "bad_layers", value), ["NonFiniteError"], ["row 1", "layer 2"])
 
 
-def _late(rank):
+CHAINS = {  # what a filter leaves are candidates on every rank, or not: it depends on the row and on the ranks
+    "force after top_p": (TopP(0.6), Force([8], 0, score=0.0)),
+    "force after top_k": (TopK([1, 2, 3, 1]), Force([8], 0, score=0.0)),
+    "dola": (Dola(0.3),),
+    "dola after top_p": (TopP(0.8), Dola(0.01)),
+    "dola after top_k": (TopK(4), Dola(0.01)),
+    "contrastive": (Contrastive(3, 0.7),),
+    "contrastive after top_k": (TopK(4), Contrastive(3, 0.7)),
+}
+ACTIVE = torch.tensor([True, False, True, True])
+CHAIN_VOCAB = (66, 22)  # top-p leaves 64 candidates; over 4 ranks 22 22 22 0
+
+
+def chained():
+    """Logits `[4, 66]`, three layers, and the similarities of the best three ids."""
+    generator = torch.Generator().manual_seed(11)
+    z = 2 * torch.randn(4, 66, generator=generator)
+    z[:, 8] = -20.0
+    ids = z.topk(3).indices
+    similarity = torch.rand(4, 3, generator=generator)
+    extras = {"premature_logits": 2 * torch.randn(3, 4, 66, generator=generator)}
+    return z, extras | {"candidate_ids": ids, "similarity": similarity}
+
+
+def _chain(rank, name):
+    """The choice of four requests of which one is not active. Other ranks than the first have other similarities."""
+    shard, (z, extras) = shard_of(*CHAIN_VOCAB), chained()
+    extras["premature_logits"] = shard.slice(extras["premature_logits"], -1, fill=torch.nan)
+    extras["similarity"] = extras["similarity"] * (-1) ** rank
+    policy = Policy(CHAINS[name], selector="greedy")
+    view = View.of([[]] * 4, extras=extras)
+    step = policy.step(shard.slice(z, -1, fill=torch.nan), view, policy.start(4), shard=shard, active=ACTIVE)
+    return step.token_ids, step.logprobs
+
+
+@TP
+@pytest.mark.parametrize("name", CHAINS)
+def test_contrasts_and_forced_ids_are_the_oracles_whatever_filter_comes_before_them(tp, name):
+    z, extras = chained()
+    scores = z
+    for fields in (one.to_dict() for one in CHAINS[name]):
+        if fields["name"] == "contrastive":
+            whole = torch.zeros_like(z).scatter(1, extras["candidate_ids"], extras["similarity"])
+            scores = oracle.contrastive(scores, whole, fields["k"], fields["alpha"])
+        else:
+            scores = final_scores({"transforms": [fields]}, scores, [[]] * 4, [[]] * 4, extras=extras)
+    ids = torch.where(ACTIVE, scores.argmax(1), -1)
+    best = scores.double().log_softmax(1).amax(1)
+    for token_ids, logprobs in RESULTS(tp, "chain", name):
+        assert token_ids.tolist() == ids.tolist()
+        assert torch.allclose(logprobs, torch.where(ACTIVE, best, 0.0), atol=1e-6)
+        assert torch.equal(bits(logprobs), bits(RESULTS(1, "chain", name)[0][1]))
+
+
+def _unusable(rank):
     shard = shard_of(9)
-    scores = top_candidates(open_scores(torch.zeros(2, shard.shard_size), shard, "late"), 3)
-    extras = {"premature_logits": torch.zeros(2, shard.shard_size)}
-    other = {"candidate_ids": torch.tensor([[0, 1], [0, 3]]), "similarity": torch.zeros(2, 2)}
-    return [
-        attempt(lambda: Dola().apply(scores, View.of([[], []], extras=extras), {})),
-        attempt(lambda: Contrastive(2).apply(scores, View.of([[], []], extras=other), {})),
-    ]
+    scores = open_scores(torch.zeros(2, shard.shard_size), shard, "unusable")
+    extras = {"candidate_ids": torch.tensor([[0, 1], [0, 3]]), "similarity": torch.zeros(2, 2)}
+    return attempt(lambda: Contrastive(2).apply(scores, View.of([[], []], extras=extras), {}))
 
 
-def test_contrasts_refuse_what_they_cannot_use():
-    late, unknown = zip(*RESULTS(2, "late"), strict=True)
-    assert_all_raise("dola after top_k", list(late), ["ValueError"], ["before top_k"])
-    assert_all_raise("another candidate", list(unknown), ["ValueError"], ["row 1", "candidate 1"])
+def test_a_candidate_without_a_similarity_is_an_error_on_every_rank():
+    assert_all_raise("another candidate", RESULTS(2, "unusable"), ["ValueError"], ["row 1", "candidate 1"])
+
+
+def everything():
+    return [Prior([1.0] * 9, 0.5, [0.5, 1.0]), *(one for one in every_transform() if one.name != "prior")]
+
+
+def _no_rows(rank):
+    """Every transform on no request at all."""
+    shard, chosen = shard_of(9), []
+    extras = {"premature_logits": torch.zeros(2, 0, shard.shard_size)}
+    extras |= {"candidate_ids": torch.zeros(0, 4, dtype=torch.int64), "similarity": torch.zeros(0, 4)}
+    for transform in everything():
+        policy = Policy((transform,), selector="greedy")
+        logits, state = torch.zeros(0, shard.shard_size), policy.start(2).rows([])
+        step = policy.step(logits, View.of([], extras=extras), state, shard=shard)
+        chosen.append(list(step.token_ids.shape))
+    return chosen
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_every_transform_takes_a_batch_of_no_requests(tp):
+    for chosen in RESULTS(tp, "no_rows"):
+        assert chosen == [[0]] * len(everything())
+
+
+def _send(rank):
+    """Bytes of each all-gather of a contrast, a row."""
+    shard, sent = shard_of(9), {}
+    mine, layers = torch.zeros(ROWS, shard.shard_size), torch.zeros(3, ROWS, shard.shard_size)
+    extras = {"candidate_ids": torch.arange(2).expand(ROWS, -1), "similarity": torch.zeros(ROWS, 2)}
+    for name, transform, more in [
+        ("contrastive", Contrastive(2), extras),
+        ("dola", Dola(), {"premature_logits": layers[0]}),
+        ("dola of 3 layers", Dola(), {"premature_logits": layers}),
+    ]:
+        scores = open_scores(mine, shard, name)
+        scores.channel.open()
+        shard.traffic.reset()
+        transform.apply(scores, View.of([[]] * ROWS, extras=more), {})
+        sent[name] = (shard.traffic.total_calls, shard.traffic.total_bytes / ROWS / (shard.size - 1))
+    return sent
+
+
+def test_contrasts_send_the_bytes_they_say():
+    for sent in RESULTS(3, "send"):
+        assert sent == {"contrastive": (3, 16 + 8 + 32), "dola": (4, 32), "dola of 3 layers": (5, 16 + 48 + 24)}
 
 
 def _run(rank, what, *arguments):
     runners = {
         "process": _process, "constrain": _constrain, "contrast": _contrast, "generate": _generate, "refuse": _refuse,
-        "bad_layers": _bad_layers, "late": _late,
+        "bad_layers": _bad_layers, "chain": _chain, "unusable": _unusable, "no_rows": _no_rows, "send": _send,
     }  # fmt: skip
     return runners[what](rank, *arguments)
 
 
-SIZES = {"refuse": (1, 4), "bad_layers": (1, 3), "late": (2,)}
+SIZES = {"refuse": (1, 4), "bad_layers": (1, 3), "unusable": (2,), "no_rows": (1, 3), "send": (3,)}
 RESULTS = Batch(
     _run,
     [
         *(("process", name, seed) for name in PROCESSORS for seed in SEEDS),
         *(("constrain", seed) for seed in SEEDS),
-        *(("contrast", seed, count) for seed in SEEDS for count in (1, 3)),
+        *(("contrast", *case) for case in CONTRASTS),
         *(("generate", batch) for batch in ((0, 1, 2), (2, 0))),
         *(("refuse", what) for what in BAD),
         *(("bad_layers", value) for value in BAD_VALUES),
-        ("late",),
+        *(("chain", name) for name in CHAINS),
+        ("unusable",),
+        ("no_rows",),
+        ("send",),
     ],
     lambda case: SIZES.get(case[0], ALL_SIZES),
 )

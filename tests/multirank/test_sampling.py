@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from tests.batch import assert_all_raise, attempt
 from tests.multirank.counting import collectives
 from tests.multirank.sharded import TP, shard_of
 from tests.multirank.shared_world import Batch
-from vocab_parallel import Streams, reference, sample, top_p
+from vocab_parallel import Streams, greedy, reference, sample, top_k, top_p
 
-# vocabulary, rows a shard is a multiple of; 9 over 4 ranks leaves one empty
-LAYOUTS = [(9, 1), (2, 4), (37, 1), (300, 8), (1000, 1)]
-ROWS = 160  # of each kind and layout: 5 x 5 x 160 x (4 rank counts) = 16,000, and 6,000 more by itself below
+# vocabulary, rows a shard is a multiple of; 9 over 4 ranks leaves one empty, 1 all but the first
+LAYOUTS = [(9, 1), (1, 1), (2, 4), (37, 1), (300, 8), (1000, 1)]
+ROWS = 140  # of each kind and layout: 5 x 6 x 140 x (4 rank counts) = 16,800
 KINDS = ["normal", "flat", "peaked", "ties", "masked"]
 
 
@@ -93,19 +94,36 @@ def test_the_nucleus_is_the_oracles_set_with_its_size_mass_and_cut(tp, kind, voc
     for *_, nucleus in parts:
         assert torch.equal(nucleus.size, expected.sum(1))
         torch.testing.assert_close(nucleus.mass, mass, rtol=1e-9, atol=0)
+        assert not nucleus.threshold[nucleus.threshold == 0].signbit().any(), "-0.0 or 0.0 by chance of the ranks"
         tie = (whole == nucleus.threshold[:, None]) & (torch.arange(vocab) <= nucleus.last_id[:, None])
         assert torch.equal((whole > nucleus.threshold[:, None]) | tie, expected)
 
 
+def wide():
+    """Rows whose nucleus is long, short, and in between."""
+    return torch.cat([*(logits_of(kind, 36_000, 4).float() for kind in KINDS), logits_of("normal", 36_000, 4) * 1.75])
+
+
+PARTS = [torch.arange(24), torch.arange(20, 24), torch.arange(8, 24, 4)]  # all; in between alone; one of each
+
+
 def _wide(rank):
-    """Shards of more than 8,192 columns, some rows flat: the search then has digits of 8 bits."""
-    shard = shard_of(20_000)
-    whole = torch.cat([logits_of(kind, 20_000, 4).float() for kind in KINDS])
-    given = parameters(20_000, len(whole), 1) | {"top_p": torch.full((len(whole),), 0.9)}
-    given["top_k"][::2] = 20_000
-    drawn = sample(shard.slice(whole, -1), shard=shard, streams=streams_of(len(whole)), **given)
-    expected = reference.sample(whole, streams_of(len(whole)).bits(), **given) if rank == 0 else drawn.token_ids
-    return drawn.token_ids, expected, top_p(shard.slice(whole, -1), 0.9, shard=shard).size
+    """Shards of more than 16,384 columns: the search then has digits of 8 bits, and more candidates come before it."""
+    shard, seen = shard_of(36_000), []
+    for part in PARTS:
+        whole, streams = wide()[part], streams_of(24).rows(part)
+        given = parameters(36_000, 24, 1) | {"top_p": torch.full((24,), 0.9)}
+        given["top_k"][::2] = 36_000
+        given = {name: one[part] for name, one in given.items()}
+        drawn = [sample(shard.slice(whole, -1), shard=shard, streams=streams, **given).token_ids]
+        drawn.append(sample(shard.slice(whole, -1), shard=shard, streams=streams, top_p=0.9).token_ids)
+        expected = drawn
+        if rank == 0:
+            off = {"temperature": torch.ones(24), "top_k": torch.full((24,), 36_000), "min_p": torch.zeros(24)}
+            plain = given | {name: one[part] for name, one in off.items()}
+            expected = [reference.sample(whole, streams.bits(), **one) for one in (given, plain)]
+        seen.append((drawn, expected, top_p(shard.slice(whole, -1), 0.9, shard=shard).size))
+    return seen
 
 
 WIDE = Batch(_wide, [()])
@@ -113,10 +131,13 @@ WIDE = Batch(_wide, [()])
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_large_vocabulary_gives_the_oracles_tokens(tp):
-    sizes = reference.nucleus(torch.cat([logits_of(kind, 20_000, 4).float() for kind in KINDS]), torch.full((20,), 0.9))
-    for got, expected, size in WIDE(tp):
-        assert torch.equal(got, expected)
-        assert torch.equal(size, sizes.sum(1)) and int(size.max()) > 5000 > 64 > int(size.min())
+    sizes = reference.nucleus(wide(), torch.full((24,), 0.9)).sum(1)
+    assert all(bool(of.any()) for of in (sizes <= 64, (sizes > 64) & (sizes <= 1024), sizes > 5000))
+    assert bool(((sizes[PARTS[1]] > 64) & (sizes[PARTS[1]] <= 1024)).all()), sizes
+    for seen in WIDE(tp):
+        for part, (drawn, expected, size) in zip(PARTS, seen, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(drawn, expected, strict=True))
+            assert torch.equal(size, sizes[part])
 
 
 def _composed(rank):
@@ -138,6 +159,11 @@ def _composed(rank):
     saved = json.dumps(together.streams.state_dict())
     later = draw(torch.arange(rows), together.streams).token_ids
     replayed = draw(torch.arange(rows), Streams.from_state_dict(json.loads(saved))).token_ids
+    in_two = sample(mine.view(5, 6, -1), shard=shard, streams=streams, **given).token_ids
+    assert torch.equal(in_two, together.token_ids.view(5, 6))
+    assert sample(mine[0], shard=shard, streams=Streams.of([7]), temperature=0).token_ids.shape == ()
+    none = torch.arange(0)
+    assert draw(none, streams.rows(none)).token_ids.shape == top_p(mine[none], 0.9, shard=shard).size.shape == (0,)
     return together.token_ids, moved, torch.cat(alone), later, replayed
 
 
@@ -204,6 +230,7 @@ BAD = {
     "a text": ({"temperature": "hot"}, ("temperature", "hot")),
     "k below 1": ({"top_k": [3, 3, 0]}, ("top_k", "row 2", "0")),
     "fractional k": ({"top_k": 2.5}, ("top_k", "integer", "2.5")),
+    "k of more than 64 bits": ({"top_k": [3, 2**70, 3]}, ("top_k", "row 1", str(2**70))),
     "p of 0": ({"top_p": [0.5, 0.0, 1.0]}, ("top_p", "row 1", "0.0")),
     "p above 1": ({"top_p": 1.5}, ("top_p", "1.5")),
     "min-p above 1": ({"min_p": [0.0, 0.0, 2.0]}, ("min_p", "row 2", "2.0")),
@@ -217,6 +244,8 @@ ONE_RANK = {
     "other seeds": {"streams": Streams.of([1, 2, 4])},
     "another p": {"top_p": 0.8},
     "p for each": {"top_p": [0.5, 0.5, 0.6]},
+    "no filters": {"top_p": None, "top_k": None},
+    "seeds in another order": {"streams": Streams.of([2, 3, 1])},
 }
 
 
@@ -245,35 +274,65 @@ REFUSED = Batch(
 @pytest.mark.parametrize(("name", "alone"), REFUSED.cases)
 def test_bad_input_is_one_error_on_every_rank_with_row_and_value_and_the_ranks_go_on(tp, name, alone):
     results = REFUSED(tp, name, alone)
-    words = BAD[name][1] if name in BAD else ("rank 0", "rank 1") if name == "another p" else ("different",)
+    words = BAD[name][1] if name in BAD else ("rank 0", "rank 1")
     kinds = ("ValueError", "NonFiniteError", "LayoutMismatchError")
     assert_all_raise(name, [result for result, _ in results], kinds, words)
     assert len({tuple(good.tolist()) for _, good in results}) == 1
 
 
+SEEDED = {
+    "another seed": ([9, None, 3], "abc"),
+    "another request": ([1, None, 3], "abb"),
+    "a seed where the others have none": ([1, 2, 3], "abc"),
+    "a seed of 65 bits": ([1, None, 2**64], "abc"),
+}
+
+
+def _seeded(rank, name):
+    shard = shard_of(9)
+    seeds, requests = SEEDED[name] if rank == 1 else ([1, None, 3], "abc")
+    return attempt(lambda: Streams.of(seeds, requests, shard=shard)), Streams.of([None, 4, None], shard=shard).seeds
+
+
+REFUSED_STREAMS = Batch(_seeded, [(name,) for name in SEEDED])
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_ranks_agree_on_their_streams_and_take_a_seed_of_none_from_the_first(name):
+    results = REFUSED_STREAMS(2, name)
+    kind, words = ("ValueError", ("row 2", str(2**64))) if "65" in name else ("LayoutMismatchError", ("rank 1",))
+    assert_all_raise(name, [result for result, _ in results], [kind], words)
+    (seeds, others) = [seeds.tolist() for _, seeds in results]
+    assert seeds == others and seeds[1] == 4 and len(set(seeds)) == 3
+
+
 def _traffic(rank, dtype):
-    """Bytes a row and rank, once exchanges have settled on their size."""
+    """Collectives, and bytes a row and rank, of a second call, when exchanges know their size."""
     shard, rows = shard_of(1000), 64
     mine = shard.slice(torch.randn(rows, 1000, generator=torch.Generator().manual_seed(0), dtype=dtype), -1)
     mine[:, 1] += 12 * (rank == 0)
     flat, mixed = torch.zeros_like(mine), mine.clone()
     mixed[5] = 0.0
-    seen = {}
     calls = {
-        "plain": lambda: sample(mine, shard=shard, streams=streams_of(rows)),
-        "temperature": lambda: sample(mine, shard=shard, streams=streams_of(rows), temperature=[0.0, 0.7] * 32),
-        "top-k": lambda: sample(mine, shard=shard, streams=streams_of(rows), top_k=50, top_p=0.9, min_p=0.01),
-        "top-p": lambda: sample(mine, shard=shard, streams=streams_of(rows), top_p=0.9),
-        "top-p of flat rows": lambda: sample(flat, shard=shard, streams=streams_of(rows), top_p=0.9),
-        "top-p of one flat row": lambda: sample(mixed, shard=shard, streams=streams_of(rows), top_p=0.9),
-        "min-p": lambda: sample(mine, shard=shard, streams=streams_of(rows), min_p=0.1),
+        "greedy": partial(greedy, mine),
+        "top-k alone": partial(top_k, mine, 50),
+        "plain": partial(sample, mine),
+        "temperature": partial(sample, mine, temperature=[0.0, 0.7] * 32),
+        "top-k": partial(sample, mine, top_k=50, top_p=0.9, min_p=0.01),
+        "top-p": partial(sample, mine, top_p=0.9),
+        "top-p of flat rows": partial(sample, flat, top_p=0.9),
+        "top-p of one flat row": partial(sample, mixed, top_p=0.9),
+        "min-p": partial(sample, mine, min_p=0.1),
     }
+    seen = {}
     for name, call in calls.items():
-        for _ in range(9):
-            shard.traffic.reset()
-            with collectives() as (issued, sent):
-                call()
-        assert dict(sent) == dict(shard.traffic.bytes) and dict(issued) == dict(shard.traffic.calls)
+        given = {"shard": shard_of(1000)} | ({"streams": streams_of(rows)} if call.func is sample else {})
+        call(**given)
+        given["shard"].traffic.reset()
+        with collectives() as (issued, sent):
+            call(**given)
+        traffic = given["shard"].traffic
+        assert dict(sent) == dict(traffic.bytes) and dict(issued) == dict(traffic.calls)
         assert set(issued) == {"all_gather"}
         seen[name] = issued["all_gather"], (sent["all_gather"] / (shard.tp_size - 1) - 64) / rows
     return seen
@@ -284,10 +343,11 @@ TRAFFIC = Batch(_traffic, [(dtype,) for dtype in (torch.float32, torch.bfloat16,
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [dtype for (dtype,) in TRAFFIC.cases])
-def test_sampling_sends_24_bytes_a_row_and_what_its_filters_send(tp, dtype):
+def test_greedy_sends_8_bytes_a_row_top_k_8_k_and_sampling_24_and_what_its_filters_send(tp, dtype):
     token = 16 if dtype == torch.float64 else 8
     plain, rounds = 2 * token + 8, token
     for seen in TRAFFIC(tp, dtype):
+        assert seen["greedy"] == (1, token) and seen["top-k alone"] == (1, 50 * token)
         assert seen["plain"] == (3, plain)
         assert seen["temperature"] == (3, plain)
         assert seen["min-p"] == (3, plain)

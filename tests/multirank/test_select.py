@@ -7,10 +7,15 @@ from itertools import product
 import pytest
 import torch
 
+from tests.batch import assert_all_raise, attempt
 from tests.multirank.sharded import TP, shard_of
 from tests.multirank.shared_world import Batch
-from tests.ranks import run_ranks, run_ranks_expecting_errors
-from vocab_parallel import greedy, reference, top_k
+from tests.ranks import run_ranks
+from vocab_parallel import Streams, VocabLayout, VocabShard, greedy, reference, top_k
+from vocab_parallel.select.channel import Channel
+from vocab_parallel.select.order import best_of_words, pack, unpack, words_of
+from vocab_parallel.select.sampling import draw
+from vocab_parallel.select.scores import Scores, peak_of, top_candidates
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -125,38 +130,65 @@ def test_ties_at_the_boundary_of_a_large_bfloat16_vocabulary():
         assert torch.equal(top_ids, ids[:, :50])
 
 
-def _bad_row(rank, operation, vocab, column, value):
-    shard = shard_of(vocab)
-    whole = torch.zeros(4, vocab)
-    whole[2, slice(None) if column is None else column] = value
-    mine = shard.slice(whole, -1, fill=0.0)
-    return greedy(mine, shard=shard) if operation == "greedy" else top_k(mine, 3, shard=shard).token_ids
+def test_an_id_that_no_float_holds_comes_back_from_its_key():
+    ids = torch.tensor([0, 2**24 + 1, 2**31 + 1, 2**32 - 2])
+    values = torch.tensor([-torch.inf, -0.0, 1.5, torch.nan])
+    keys = pack(values, ids)
+    assert torch.equal(unpack(keys)[1], ids) and keys.tolist() == sorted(keys.tolist())
+    assert words_of(values[:, None], ids[:, None]) == keys.tolist()
+    assert torch.equal(best_of_words([keys.tolist()])[1], ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 40])  # few are chosen with Python's integers
+def test_choices_among_ids_that_no_float_holds_are_exact(rows, dtype):
+    shard = VocabShard(VocabLayout(2**25, 1))
+    values = torch.tensor([-torch.inf, 0.5, 0.0, 0.5], dtype=dtype).expand(rows, -1).contiguous()
+    scores = Scores(values, torch.arange(2**24, 2**24 + 4), Channel(shard, "test"), shard.vocab_size)
+    assert set(peak_of(scores).token_ids.tolist()) == {2**24 + 1}
+    best = top_candidates(scores, 2)
+    assert best.token_ids.tolist() == [[2**24 + 1, 2**24 + 3]] * rows
+    for given in (scores, best):
+        drawn = {token for seed in range(9) for token in draw(given, Streams.of([seed] * rows)).token_ids.tolist()}
+        assert {2**24 + 1, 2**24 + 3} <= drawn <= {2**24 + 1, 2**24 + 2, 2**24 + 3}
+
+
+def _met(rank, operation, columns, value, k):
+    """How a call ended whose row 2 holds `value`, and its ids."""
+    shard = shard_of(9)
+    whole, ids = torch.zeros(4, 9), []
+    whole[2, columns] = value
+    mine = shard.slice(whole, -1)
+    call = {
+        "greedy": lambda: greedy(mine, shard=shard)[:, None],
+        "top_k": lambda: top_k(mine, k, shard=shard).token_ids,
+    }
+    met = attempt(lambda: ids.append(call[operation]()))
+    return met, ids
+
+
+NO_CHOICE = [
+    (operation, columns, value, 3)
+    for operation in ("greedy", "top_k")
+    for columns, value in [(8, NAN), (0, NAN), (slice(None), -torch.inf), (slice(None), NAN)]
+]
+SOME_MASKED = [(operation, slice(0, 5), -torch.inf, 3) for operation in ("greedy", "top_k")]
+BAD_K = [("top_k", 8, 0.0, k) for k in (0, -1, 10)]
+MET = Batch(_met, [*NO_CHOICE, *SOME_MASKED, *BAD_K])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("operation", ["greedy", "top_k"])
-@pytest.mark.parametrize(("column", "value"), [(8, torch.nan), (0, torch.nan), (None, -torch.inf), (None, torch.nan)])
-def test_nan_or_no_finite_logit_is_the_same_error_on_every_rank(tp, operation, column, value):
-    errors = run_ranks_expecting_errors(_bad_row, tp, operation, 9, column, value)
-    assert {error.type for error in errors} == {"NonFiniteError"}
-    assert len(set(errors)) == 1
-    assert "row 2" in errors[0].message
+@pytest.mark.parametrize("case", NO_CHOICE)
+def test_nan_or_no_finite_logit_is_the_same_error_on_every_rank(tp, case):
+    assert_all_raise(str(case), [met for met, _ in MET(tp, *case)], ["NonFiniteError"], ["row 2"])
 
 
-@pytest.mark.parametrize("operation", ["greedy", "top_k"])
-def test_some_minus_infinities_are_no_error(operation):
-    for ids in run_ranks(_bad_row, 2, operation, 9, slice(0, 5), -torch.inf):
-        first = ids[2] if operation == "greedy" else ids[2, 0]
-        assert first == 5
+@pytest.mark.parametrize("case", SOME_MASKED)
+def test_some_minus_infinities_are_no_error(case):
+    for met, ids in MET(2, *case):
+        assert met.kind is None and ids[0][2, 0] == 5
 
 
-def _bad_k(rank, k):
-    shard = shard_of(9)
-    return top_k(torch.zeros(2, shard.shard_size), k, shard=shard)
-
-
-@pytest.mark.parametrize("k", [0, -1, 10])
-def test_k_outside_the_vocabulary_is_an_error_on_every_rank(k):
-    errors = run_ranks_expecting_errors(_bad_k, 2, k)
-    assert len(set(errors)) == 1
-    assert str(k) in errors[0].message
+@pytest.mark.parametrize("case", BAD_K)
+def test_k_outside_the_vocabulary_is_an_error_on_every_rank(case):
+    assert_all_raise(str(case), [met for met, _ in MET(2, *case)], ["ValueError"], ["k", str(case[-1])])

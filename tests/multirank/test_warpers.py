@@ -7,7 +7,7 @@ import torch
 
 from tests.batch import assert_all_raise, attempt
 from tests.multirank.sharded import TP, shard_of
-from tests.multirank.shared_world import Batch
+from tests.multirank.shared_world import ALL_SIZES, Batch
 from tests.multirank.warper_cases import (
     CUTS,
     MU,
@@ -68,26 +68,24 @@ def _warp(rank, kind, vocab, multiple_of, dtype):
 
 
 KINDS = ["normal", "quantised", "flat", "masked", "peaked"]
-WARPED = Batch(
-    _warp,
-    [
-        *((kind, vocab, 1, torch.float32) for kind in KINDS for vocab in (9, 67)),
-        ("normal", 9, 1, torch.float64),
-        ("masked", 9, 1, torch.float64),
-        ("peaked", 13, 4, torch.float64),
-        ("normal", 2, 4, torch.float64),
-        ("flat", 2, 4, torch.float32),
-        ("quantised", 13, 4, torch.bfloat16),
-        ("normal", 67, 1, torch.bfloat16),
-        ("normal", 600, 1, torch.bfloat16),  # more than a block of masses, and ties
-    ],
-)
-CASES = pytest.mark.parametrize(("kind", "vocab", "multiple_of", "dtype"), WARPED.cases)
+LOGITS = [
+    *((kind, vocab, 1, torch.float32) for kind in KINDS for vocab in (9, 67)),
+    ("normal", 9, 1, torch.float64),
+    ("masked", 9, 1, torch.float64),
+    ("peaked", 13, 4, torch.float64),
+    ("normal", 2, 4, torch.float64),
+    ("normal", 1, 1, torch.float32),  # every other rank is empty
+    ("flat", 2, 4, torch.float16),
+    ("quantised", 13, 4, torch.bfloat16),
+    ("normal", 67, 1, torch.bfloat16),
+    ("normal", 600, 1, torch.bfloat16),  # more than a block of masses, and ties
+]
+CASES = pytest.mark.parametrize(("kind", "vocab", "multiple_of", "dtype"), LOGITS)
 
 
 def joined(tp, case, name):
     """The whole warped rows, from what each rank holds."""
-    return torch.stack([results[name][0] for results in WARPED(tp, *case)]).amax(0)
+    return torch.stack([results[name][0] for results in RESULTS(tp, "warp", *case)]).amax(0)
 
 
 @TP
@@ -129,16 +127,16 @@ def quotients(row, temperature):
 def test_every_result_is_the_same_bits_on_any_number_of_ranks(tp, kind, vocab, multiple_of, dtype):
     case = (kind, vocab, multiple_of, dtype)
     for name in TRANSFORMS:
-        alone = WARPED(1, *case)[0][name]
+        alone = RESULTS(1, "warp", *case)[0][name]
         assert torch.equal(bits(joined(tp, case, name)), bits(alone[0])), name
-        for rank, results in enumerate(WARPED(tp, *case)):
+        for rank, results in enumerate(RESULTS(tp, "warp", *case)):
             assert torch.equal(results[name][1], alone[1]), f"{name} on rank {rank}"
 
 
 def _any_batch(rank, order):
     """The requests `order` of a batch, as a batch of their own."""
     shard = shard_of(13)
-    index = torch.tensor(order)
+    index = torch.tensor(order, dtype=torch.int64)
     mine = shard.slice(logits_of("normal", 13, torch.float64)[index], -1)
     results = {}
     for name, transform in TRANSFORMS.items():
@@ -148,14 +146,14 @@ def _any_batch(rank, order):
     return results
 
 
-BATCHES = Batch(_any_batch, [(tuple(range(ROWS)),), ((7, 3),), ((5, 0, 6, 20, 1),), ((4,),)])
+ORDERS = [(7, 3), (5, 0, 6, 20, 1), (4,), ()]
 
 
 @pytest.mark.parametrize("tp", [1, 3])
-@pytest.mark.parametrize("order", [order for (order,) in BATCHES.cases[1:]])
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_request_is_warped_alike_in_any_batch(tp, order):
     whole, part = (
-        {name: torch.stack([results[name] for results in BATCHES(tp, one)]).amax(0) for name in TRANSFORMS}
+        {name: torch.stack([results[name] for results in RESULTS(tp, "batch", one)]).amax(0) for name in TRANSFORMS}
         for one in (tuple(range(ROWS)), order)
     )
     for name in TRANSFORMS:
@@ -176,14 +174,11 @@ def _large(rank, dtype):
     return placed(Typical(LARGE_P).apply(scores, View.of([[]] * 4), {})) > -torch.inf
 
 
-LARGE_ROWS = Batch(_large, [(torch.float32,), (torch.bfloat16,)])
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_typical_ids_of_a_large_vocabulary_are_the_oracles(tp, dtype):
     expected = oracle.typical(large_logits(dtype), torch.tensor(LARGE_P, dtype=torch.float64))
-    kept = torch.stack(LARGE_ROWS(tp, dtype)).any(0)
+    kept = torch.stack(RESULTS(tp, "large", dtype)).any(0)
     assert torch.equal(kept, expected), (kept != expected).nonzero()
 
 
@@ -220,13 +215,10 @@ def _send(rank, kind):
     return sent, shard.traffic.total_calls
 
 
-SENDING = Batch(_send, [(kind,) for kind in KINDS])
-
-
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_warper_sends_the_bytes_it_says_whatever_the_row_holds(tp, kind):
-    for rank, (sent, when_off) in enumerate(SENDING(tp, kind)):
+    for rank, (sent, when_off) in enumerate(RESULTS(tp, "send", kind)):
         assert when_off == 0
         assert sent == {name: (len(each), sum(each)) for name, each in SENT.items()}, f"rank {rank}"
 
@@ -266,13 +258,10 @@ def _refuse(rank, name):
     return attempt(check)
 
 
-REFUSED = Batch(_refuse, [(name,) for name in BAD])
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_parameter_of_one_rank_is_the_same_error_on_every_rank_naming_row_and_value(tp, name):
-    assert_all_raise(name, REFUSED(tp, name), ["ValueError"], BAD[name][1])
+    assert_all_raise(name, RESULTS(tp, "refuse", name), ["ValueError"], BAD[name][1])
 
 
 def _controlled(rank, steps):
@@ -292,12 +281,32 @@ def _controlled(rank, steps):
     return torch.stack(states)
 
 
-CONTROLLED = Batch(_controlled, [(12,)])
-
-
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_a_controllers_state_is_the_same_bits_on_every_rank(tp):
-    alone = CONTROLLED(1, 12)[0]
+    alone = RESULTS(1, "controlled", 12)[0]
     assert len(alone.unique()) > 30, "the state must move"
-    for states in CONTROLLED(tp, 12):
+    for states in RESULTS(tp, "controlled", 12):
         assert torch.equal(states, alone)
+
+
+def _run(rank, what, *arguments):
+    runners = {
+        "warp": _warp, "batch": _any_batch, "large": _large, "send": _send, "refuse": _refuse,
+        "controlled": _controlled,
+    }  # fmt: skip
+    return runners[what](rank, *arguments)
+
+
+SIZES = {"batch": (1, 3), "large": (1, 2), "send": (2, 3), "refuse": (1, 4)}
+RESULTS = Batch(
+    _run,
+    [
+        *(("warp", *case) for case in LOGITS),
+        *(("batch", order) for order in (tuple(range(ROWS)), *ORDERS)),
+        *(("large", dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *(("send", kind) for kind in KINDS),
+        *(("refuse", name) for name in BAD),
+        ("controlled", 12),
+    ],
+    lambda case: SIZES.get(case[0], ALL_SIZES),
+)

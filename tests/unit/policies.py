@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import torch
 
+from vocab_parallel import VocabLayout, VocabShard
 from vocab_parallel.decode.policy import Policy
 from vocab_parallel.decode.transforms.constraints import Fsm
 from vocab_parallel.decode.transforms.contrast import Contrastive, Dola
@@ -25,9 +27,26 @@ from vocab_parallel.decode.transforms.processors import (
     RepetitionPenalty,
     Suppress,
 )
+from vocab_parallel.decode.transforms.transform import Transform
 from vocab_parallel.decode.transforms.warpers import Epsilon, Eta, MinP, Temperature, TopK, TopNSigma, TopP, Typical
 
 VOCAB = 9
+
+
+def alone(vocab=VOCAB):
+    """One process with the whole vocabulary."""
+    return VocabShard(VocabLayout(vocab, 1, multiple_of=1))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Keep(Transform):
+    """A filter that keeps a list of ids, and may leave none."""
+
+    name = "keep"
+    ids: tuple[int, ...] = ()
+
+    def apply(self, scores, view, state):
+        return scores.keep(scores.listed(torch.tensor(self.ids, dtype=torch.int64)), keeps_peak=False)
 
 
 def every_transform():
@@ -97,15 +116,6 @@ def chain_of(seed, rows, longest=4, vocab=VOCAB):
     soft = [name for name in names if name not in hard]
     chain = tuple(makers[name]() for name in (*hard[:1], *soft))
     return Policy(chain, selector=draw.choice(["sample", "sample", "greedy"]), name=f"chain {seed}")
-
-
-FREE = frozenset(
-    {
-        "bias", "suppress", "force", "min_length", "bad_words", "no_repeat_ngram", "repetition_penalty",
-        "frequency_penalty", "presence_penalty", "recent_penalties", "prior", "temperature", "dynamic_temperature",
-        "top_k", "top_p", "min_p", "typical", "epsilon", "eta", "top_n_sigma", "mirostat_v2", "normalize",
-    }
-)  # fmt: skip
 
 
 def logits_of(seed, rows, dtype=torch.float32, *, masked=False, vocab=VOCAB):

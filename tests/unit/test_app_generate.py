@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from itertools import permutations
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.ranks import run_ranks
 from vocab_parallel import VocabLayout, VocabShard, app
-from vocab_parallel.app.config import Config, GenerateConfig, ModelConfig
+from vocab_parallel.app.config import GenerateConfig, ModelConfig
 from vocab_parallel.app.decoding import Decoding, Search, Windows, decoding_of, load_policy, search_prompts
 from vocab_parallel.app.generate import generate_ids, requests_of, run
 from vocab_parallel.app.model import LanguageModel
@@ -111,9 +111,9 @@ def test_a_requests_text_is_the_same_alone_and_in_any_batch(name: str) -> None:
     made, decoding = make(), policy_named(name)
     alone = {prompt: written(made, decoding, [prompt]) for prompt in PROMPTS}
     assert len({text[len(prompt) :] for prompt, text in alone.items()}) == 3
-    for order in permutations(PROMPTS):
+    for order in (PROMPTS[::-1], [*PROMPTS[1:], PROMPTS[0]]):
         expected = "".join(f"--- {prompt}\n{alone[prompt]}" for prompt in order)
-        assert written(made, decoding, list(order)) == expected
+        assert written(made, decoding, order) == expected
 
 
 def test_the_seed_and_the_name_make_the_draws() -> None:
@@ -122,6 +122,9 @@ def test_the_seed_and_the_name_make_the_draws() -> None:
     assert plain == written(made, decoding, ["def "], request="def ")
     assert plain != written(made, decoding, ["def "], seed=1)
     assert plain != written(made, decoding, ["def "], request="other")
+    assert [one.seed for one in requests_of(GenerateConfig(seed=9), ["a", "b"])] == [9, 9]
+    assert [one.seed for one in requests_of(GenerateConfig(seed=9), ["a", "b"], seeds=[5])] == [5, 5]
+    assert [one.seed for one in requests_of(GenerateConfig(seed=9), ["a", "b"], seeds=[5, 6])] == [5, 6]
     twice = written(made, decoding, ["def ", "def "])
     first, second = twice.removeprefix("--- def \n").split("--- def  #2\n")
     assert first == plain != second, "the same prompt again is another request"
@@ -132,8 +135,12 @@ def test_names_must_be_one_for_each_prompt_and_different() -> None:
     assert [one.name for one in requests_of(options, ["a", "b"], ["x", "y"])] == ["x", "y"]
     with pytest.raises(ConfigError, match="2 prompts and 1 names"):
         requests_of(options, ["a", "b"], ["x"])
+    with pytest.raises(ConfigError, match="3 prompts and 2 seeds"):
+        requests_of(options, ["a", "b", "c"], seeds=[1, 2])
     with pytest.raises(ConfigError, match="two requests are called 'x'"):
         requests_of(options, ["a", "b"], ["x", "x"])
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        requests_of(options, [os.fsdecode(b"\xff")])
 
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
@@ -146,7 +153,7 @@ def test_every_policy_file_loads_and_survives_its_own_dict(path: Path, tmp_path:
     assert decoding.search.beams == (4 if path.stem == "beam" else 1)
 
 
-def test_the_files_that_issue_names_are_there() -> None:
+def test_the_four_policy_files_are_there() -> None:
     assert {path.stem for path in POLICIES} >= {"greedy", "creative", "strict", "beam"}
 
 
@@ -176,6 +183,20 @@ def test_the_old_keys_make_the_policy_that_they_were() -> None:
         assert found.search == Search(beams=beams, length_penalty=1.0)
 
 
+def test_keys_that_make_no_policy_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"generate: temperature's temperature .*1e\+39"):
+        decoding_of(GenerateConfig(temperature=1e39), 259)
+    with pytest.raises(ConfigError, match=r"generate\.seed: expected a number of at most 64 bits"):
+        GenerateConfig(seed=2**64)
+
+
+@pytest.mark.parametrize("text", ["name: dola", "name: contrastive, k: 4"])
+def test_a_policy_that_needs_more_than_logits_is_refused_before_a_training(text: str, tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text(f"transforms: [{{{text}}}]")
+    with pytest.raises(ConfigError, match="needs data of each step beside the logits"):
+        decoding_of(GenerateConfig(policy=str(tmp_path / "more.yaml")), 259)
+
+
 def test_a_policy_with_values_for_each_request_needs_that_many(tmp_path: Path) -> None:
     (tmp_path / "rows.yaml").write_text("transforms: [{name: temperature, temperature: [0.0, 1.0]}]")
     options = GenerateConfig(policy=str(tmp_path / "rows.yaml"))
@@ -194,6 +215,7 @@ def test_a_policy_with_values_for_each_request_needs_that_many(tmp_path: Path) -
         ("vocab_size: 32000\ntransforms: []", "it is for a vocabulary of 32000 ids, this one has 259"),
         ("search: {beam: 3}\ntransforms: []", "beam"),
         ("search: {beams: 0}\ntransforms: []", "search.beams: expected at least 1, got 0"),
+        ("search: 4\ntransforms: []", "search: expected a section (a mapping of keys), got 4"),
         ("preset: vlm", "preset: expected one of"),
         ("preset: vllm\ntop_q: 1", "top_q"),
         ("- 1", "expected a policy, a mapping"),
@@ -212,11 +234,16 @@ def test_presets_are_policies_by_name(tmp_path: Path) -> None:
     assert isinstance(load_policy("hugging_face", 259).policy, Policy)
     (tmp_path / "knobs.yaml").write_text("preset: vllm\ntemperature: 0.7\ntop_p: 0.9\n")
     names = [one.name for one in load_policy(str(tmp_path / "knobs.yaml"), 259).policy.transforms]
+    (tmp_path / "knobs.json").write_text('{\n\t"preset": "vllm", "temperature": 7e-1, "top_p": 0.9}')  # no YAML 1.1
+    assert [one.name for one in load_policy(str(tmp_path / "knobs.json"), 259).policy.transforms] == names
     assert "temperature" in names and "top_p" in names
     with pytest.raises(ConfigError, match=r"there is no file absent\.yaml"):
         load_policy("absent.yaml", 259)
     with pytest.raises(ConfigError, match=r"expected a \.yaml or \.json file or one of hugging_face"):
         load_policy("hugging", 259)
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
+    with pytest.raises(ConfigError, match=r"latin\.yaml is not valid YAML"):
+        load_policy(str(tmp_path / "latin.yaml"), 259)
 
 
 def logprob(made: tuple[VocabShard, Windows], prompt: list[int], ids: list[int]) -> float:
@@ -278,6 +305,8 @@ def test_the_command_writes_several_prompts_and_a_trace(
     assert [name for name, _ in lines[0]["removed"]] == ["repetition_penalty", "temperature", "top_p", "min_p"]
     assert app.main([*command, "--prompt", "def ", "--request", "one"]) == 0
     assert f"--- one\n{capsys.readouterr().out}" == both.split("--- two")[0]
+    assert app.main([*command, "--prompt", "def ", "--request", "one", "--seed", str(2**64)]) == 2
+    assert "ConfigError: --seed: expected a number of at most 64 bits" in capsys.readouterr().err
     assert app.main([*command, "--policy", "beam"]) == 2
     assert "generate.policy: expected a .yaml or .json file or one of" in capsys.readouterr().err
 
@@ -295,8 +324,6 @@ def test_the_runs_own_policy_is_what_its_sample_and_generate_use(
     assert app.main(["generate", str(folder), "generate.beams=3"]) == 0
     assert capsys.readouterr().out.startswith("import ")
     assert app.main(["generate", str(folder), "generate.beams=3", "--trace", "x.jsonl"]) == 2
-
-
-def test_the_config_keeps_its_keys() -> None:
-    names = {one.name for one in dataclasses.fields(Config().generate)}
-    assert names == {"prompt", "max_tokens", "policy", "method", "k", "temperature", "seed", "request", "beams"}
+    assert "a beam search has no steps of a policy to trace" in capsys.readouterr().err
+    assert app.main(["generate", str(folder), "--trace", str(folder / "absent" / "x.jsonl")]) == 2
+    assert "ConfigError: --trace: " in capsys.readouterr().err

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.ranks import run_ranks
 from vocab_parallel.app.memory import peak_extra_bytes, peak_process_bytes
 
 
@@ -64,7 +65,11 @@ def test_it_holds_nothing_alive_and_measures_again_the_same() -> None:
     assert [peak_extra_bytes(lambda: x + 1) for _ in range(3)] == [4_000] * 3
 
 
-def test_the_process_has_held_what_it_allocated() -> None:
+def _hold(rank: int) -> None:
     before = peak_process_bytes()
     held = torch.ones(before // 4 + 10_000_000)
     assert peak_process_bytes() >= before + 4 * 10_000_000 and held[-1] == 1
+
+
+def test_the_process_has_held_what_it_allocated() -> None:
+    run_ranks(_hold, 1)  # in a process that has not held gigabytes already

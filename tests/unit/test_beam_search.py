@@ -14,11 +14,13 @@ from vocab_parallel.decode.search.beam import split_flat
 from vocab_parallel.decode.search.beam_search import beam_search
 from vocab_parallel.decode.search.hypotheses import Coverage, LengthPenalty
 from vocab_parallel.decode.search.reordering import reorder
-from vocab_parallel.decode.search.searching import Chain, Stepped
+from vocab_parallel.decode.search.searching import Stepped
 from vocab_parallel.decode.state import PolicyState
 from vocab_parallel.decode.transforms.constraints import Fsm, StateMachine
+from vocab_parallel.decode.transforms.log_softmax import Normalize
 from vocab_parallel.decode.transforms.processors import RepetitionPenalty
 from vocab_parallel.decode.transforms.transform import LOGPROB, Choice, Transform
+from vocab_parallel.decode.transforms.warpers import Typical
 from vocab_parallel.errors import EmptySupportError, NonFiniteError, TokenRangeError
 from vocab_parallel.reference import beam as oracle
 from vocab_parallel.select.streams import Streams
@@ -26,13 +28,13 @@ from vocab_parallel.select.streams import Streams
 NOTHING = ()
 
 
-def one_rank(vocab):
-    return VocabShard(VocabLayout(vocab, 1, multiple_of=1))
+def one_rank(vocab, late=None):
+    return VocabShard(VocabLayout(vocab, 1, multiple_of=1), deferred_errors=late)
 
 
-def search(whole, vocab, **options):
+def search(whole, vocab, late=None, **options):
     """The hypotheses of one request as `(ids, score)`, and all of the result."""
-    model = Toy(one_rank(vocab), lambda _, ids: whole(ids), [1])
+    model = Toy(one_rank(vocab, late), lambda _, ids: whole(ids), [1])
     result = beam_search(model, [[0]], shard=model.shard, **options)
     return listed(result, 0), result
 
@@ -287,6 +289,10 @@ def test_a_dead_end_is_an_error_only_where_nothing_has_ended_and_no_beam_is_left
         search(whole, 4, num_beams=2, max_new_tokens=4, transforms=[OnlyWhile(2)])
     got, _ = search(whole, 4, num_beams=4, max_new_tokens=3, transforms=[OnlyWhile(1, only=2)])
     assert got and all(ids[0] != 2 for ids, _ in got)
+    for late in (False, True):  # transforms that cannot do with an empty row
+        rest = [OnlyWhile(1, only=2), Normalize(), Typical(0.999999)]
+        past, _ = search(whole, 4, late=late, num_beams=4, max_new_tokens=3, transforms=rest)
+        agree(past, got, 1e-6)
     got, result = search(
         table({(): {0: 0.5, 1: 0.5}}, 2), 2, num_beams=2, max_new_tokens=4, eos_ids=(1,), transforms=[OnlyWhile(1)]
     )
@@ -308,26 +314,16 @@ class Raised(Alternate):
         return state
 
 
-class LogSoftmax(Raised):
-    """Log-probabilities of one rank's rows."""
-
-    accepts = frozenset({"raw"})
-    gives = LOGPROB
-
-    def apply(self, scores, view, state):
-        return scores.with_values(scores.values.log_softmax(1))
-
-
 def test_log_probabilities_are_added_up_as_the_transforms_leave_them():
     whole = random_tree(4, 52)
     plain, _ = search(whole, 4, num_beams=3, max_new_tokens=3)
-    options = {"num_beams": 3, "max_new_tokens": 3, "transforms": [LogSoftmax(), Raised()]}
+    options = {"num_beams": 3, "max_new_tokens": 3, "transforms": [Normalize(), Raised()]}
     raised, _ = search(whole, 4, renormalize=False, **options)
     agree(raised, [(ids, score + 3) for ids, score in plain])
     again, _ = search(whole, 4, **options)
     agree(again, plain)
-    with pytest.raises(ValueError, match="raw ones reach it"):
-        Chain.start([Raised()], 1).check(4, 1, True)
+    with pytest.raises(ValueError, match="which gives raw scores"):
+        search(whole, 4, num_beams=3, max_new_tokens=3, transforms=[Raised()])
     with pytest.raises(ValueError, match="must make log-probabilities"):
         search(whole, 4, num_beams=3, max_new_tokens=3, renormalize=False)
 
@@ -374,6 +370,8 @@ def test_state_grows_from_requests_to_beams_and_errors_name_the_place():
     assert reorder((rows,), torch.tensor([[0, 0, 0], [0, 0, 0]]), beams=1)[0].tolist() == [0, 0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match=r"state\['a'\]\[1\] has 2 rows"):
         reorder({"a": [torch.arange(4), rows]}, torch.tensor([[0, 1], [0, 1]]))
+    with pytest.raises(ValueError, match=r"parent 2 of request 1 is outside \[0, 2\)"):
+        reorder(rows, torch.tensor([[0, 1], [2, 0]]))
     with pytest.raises(TypeError, match=r"state\['b'\] is a object"):
         reorder({"b": object()}, torch.tensor([0]))
 
@@ -388,10 +386,13 @@ def test_state_grows_from_requests_to_beams_and_errors_name_the_place():
         ({"groups": 2, "num_beams": 3}, ValueError, "divide"),
         ({"diversity_penalty": -1.0}, ValueError, "at least 0, got -1.0"),
         ({"length_penalty": math.nan}, ValueError, "alpha"),
+        ({"length_penalty": 5000.0}, ValueError, "5000 is too far from 0 for 2 tokens"),
+        ({"length_penalty": -5000.0}, ValueError, "alpha -5000"),
         ({"early_stopping": "maybe"}, ValueError, "maybe"),
         ({"num_return": 3}, ValueError, "num_return 3 is above num_beams 2"),
         ({"prompts": [[0, 7]]}, TokenRangeError, "prompt 0 holds id 7 at position 1"),
         ({"prompts": []}, ValueError, "B of at least 1"),
+        ({"prompts": [[0, 1.5]]}, ValueError, "got 1.5"),
         ({"coverage": Coverage(1.0)}, ValueError, "attention"),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 
 from tests.multirank.processor_cases import ROWS, machine
 from vocab_parallel import VocabLayout, VocabShard
+from vocab_parallel.decode.transforms import machine_regex
 from vocab_parallel.decode.transforms.constraints import Fsm, StateMachine, advance
 from vocab_parallel.decode.transforms.transform import Choice, View
 from vocab_parallel.reference import processors as oracle
@@ -128,11 +129,17 @@ def test_drawn_expressions_accept_what_pythons_engine_accepts():
         ("[]", "no ids"),
         ("1|[^0-2147483647]", "no ids in '\\[\\^0-2147"),
         ("5-7", "unknown sign '-7'"),
-        ("(1{4000}){4000}", "more than 65536 states"),
     ],
 )
 def test_a_wrong_expression_is_refused_with_its_place(pattern, words):
     with pytest.raises(ValueError, match=words):
+        StateMachine.from_regex(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["(1{9}){9}", "(0|1)* 0 (0|1){4}"])  # many parts; many sets of few parts
+def test_a_regular_expression_that_explodes_is_refused(monkeypatch, pattern):
+    monkeypatch.setattr(machine_regex, "_STATE_LIMIT", 30)
+    with pytest.raises(ValueError, match="more than 30 states"):
         StateMachine.from_regex(pattern)
 
 
@@ -164,6 +171,9 @@ def test_a_table_is_followed_and_its_mistakes_are_named():
         StateMachine.of_edges([], 1, [7], 0)
     with pytest.raises(ValueError, match="no sequences"):
         StateMachine.from_sequences([])
+    for wrong in (1.0, True, "1"):
+        with pytest.raises(ValueError, match=f"must be integers, got {wrong!r}"):
+            StateMachine.from_sequences([[0, wrong]])
 
 
 def test_a_forced_prefix_leaves_one_legal_id_and_then_all():
@@ -261,6 +271,10 @@ def test_a_machine_comes_back_from_its_file_and_from_short_forms():
     assert Fsm({"regex": "1 2"}) == Fsm(StateMachine.from_regex("1 2"))
     assert Fsm({"sequences": [[1, 2]]}) == Fsm(StateMachine.from_sequences([[1, 2]]))
     assert Fsm({"forced": [1]}) == Fsm(StateMachine.forced([1]))
+    with pytest.raises(ValueError, match=r"a machine is \{regex: pattern\}.* got regx"):
+        Fsm({"regx": "1 2"})
+    with pytest.raises(ValueError, match="must be text, got 12: put it in quotes"):
+        Fsm({"regex": 12})
 
 
 def test_ids_of_a_machine_outside_the_vocabulary_are_named():

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vocab_parallel.decode.search.hypotheses import Coverage, Finished, LengthPenalty, can_improve, check_early_stopping
-from vocab_parallel.decode.search.normalizer import exact_log
 from vocab_parallel.reference import beam as oracle
+from vocab_parallel.select.logarithm import exact_log
 
 INF = math.inf
 

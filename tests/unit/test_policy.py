@@ -9,8 +9,7 @@ import math
 import pytest
 import torch
 
-from tests.unit.policies import FREE, VOCAB, chain_of, every_transform, logits_of, request_lists
-from vocab_parallel import VocabLayout, VocabShard
+from tests.unit.policies import VOCAB, Keep, alone, chain_of, every_transform, logits_of, request_lists
 from vocab_parallel.decode.policy import Policy
 from vocab_parallel.decode.policy_file import TRANSFORMS
 from vocab_parallel.decode.state import PolicyState
@@ -34,27 +33,12 @@ from vocab_parallel.select.logprobs import top_logprobs
 from vocab_parallel.select.streams import Streams
 
 
-def alone(vocab=VOCAB):
-    return VocabShard(VocabLayout(vocab, 1, multiple_of=1))
-
-
 def step_of(policy, logits, prefixes=None, **options):
     """One step of new requests, streams by row number."""
     rows = len(logits)
     view = View.of(prefixes or [[]] * rows)
     state = policy.start(rows, Streams.of(list(range(rows))))
     return policy.step(logits, view, state, shard=alone(logits.shape[1]), **options)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Keep(Transform):
-    """A filter that keeps a list of ids, and may leave none."""
-
-    name = "keep"
-    ids: tuple[int, ...] = ()
-
-    def apply(self, scores, view, state):
-        return scores.keep(scores.listed(torch.tensor(self.ids, dtype=torch.int64)), keeps_peak=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,6 +156,8 @@ def test_the_digest_is_of_what_decides():
         (lambda: Policy(fallback={"undo": False}), ValueError, "undo"),
         (lambda: Policy(selector="argmax"), ValueError, "argmax"),
         (lambda: Policy((0.9,)), ValueError, "0.9"),
+        (lambda: Policy(vocab_size="9"), ValueError, "vocab_size"),
+        (lambda: Policy(special_ids={"fallback": 9}, fallback={"token": 1}, vocab_size=9), TokenRangeError, "9"),
         (lambda: Policy((Bias(table=torch.zeros(3)),), vocab_size=9), LayoutMismatchError, "table"),
     ],
 )
@@ -233,8 +219,17 @@ def test_the_declared_token_is_chosen_where_the_constraints_allow_it():
     assert step.state.streams.draws.tolist() == [1, 1], "a fallback draws like any other row"
 
 
-def test_the_declared_token_is_refused_where_a_constraint_forbids_it():
-    policy = Policy((Keep((0,)), Suppress([0, 2])), fallback={"token": 2})
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        (Keep((0,)), Suppress([0, 2])),
+        (Suppress(range(4)), Suppress([0])),
+        (Suppress([2]), Keep(())),
+        (Suppress([2]), TopK(1), Keep(())),
+    ],
+)
+def test_the_declared_token_is_refused_where_a_constraint_forbids_it(transforms):
+    policy = Policy(transforms, fallback={"token": 2})
     with pytest.raises(EmptySupportError, match=r"row 0, step 0: .*fallback's token 2 is not legal"):
         step_of(policy, torch.zeros(1, 4))
 
@@ -245,6 +240,14 @@ def test_undo_restores_what_a_filter_removed_and_the_rest_of_the_chain_goes_on()
     assert step.token_ids.tolist() == [2], "not 0, which a hard constraint forbids"
     assert step.trace.reason(0) == "keep left no token: it was undone"
     assert step.trace.removed.tolist() == [[1, 0, 2]]
+
+
+def test_undo_restores_candidates_and_all_that_was_undone_is_named():
+    policy = Policy((TopK(2), Keep((3,)), Keep((0,)), Keep((1,))), fallback={"undo": True})
+    trace = step_of(policy, torch.tensor([[5.0, 1.0, 2.0, 0.0]]), trace=True).trace
+    assert trace.reason(0) == "keep, keep left no token: it was undone"
+    assert trace.removed.tolist() == [[2, 0, 1, 0]]
+    assert trace.emptied.tolist() == [[False, True, False, True]]
 
 
 def test_undo_never_undoes_a_hard_constraint():
@@ -388,7 +391,10 @@ def test_copies_of_a_request_draw_alike_unless_they_are_forked():
     assert drawn[0] == policy.step(logits, view, state, shard=alone()).token_ids[0]
 
 
-@pytest.mark.parametrize(("change", "words"), [({"version": 9}, "version 9"), ({"states": None}, "states")])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"version": 9}, "version 9"), ({"states": None}, "states"), ({"origin": [0, 0]}, "2 requests")],
+)
 def test_a_broken_saved_state_is_refused(change, words):
     saved = {**Policy().start(1, Streams.of([1])).state_dict(), **change}
     saved = {key: value for key, value in saved.items() if value is not None}
@@ -416,6 +422,7 @@ def test_a_step_changes_nothing_that_it_was_given():
         ({"rows": 3}, ValueError, "state is of 3 requests, the logits of 2 rows"),
         ({"prefixes": [[1]]}, ValueError, "view is of 1 requests"),
         ({"prefixes": [[1], [9]]}, TokenRangeError, "id 9"),
+        ({"prefixes": torch.ones(2, 1)}, ValueError, r"prefix must be int64 \[T, L\], got torch.float32"),
         ({"logits": torch.zeros(2, 8)}, LayoutMismatchError, "8 columns"),
         ({"logits": torch.zeros(9)}, LayoutMismatchError, r"\[T, 9\]"),
         ({"logits": torch.tensor([[0.0] * 9, [math.nan] * 9])}, NonFiniteError, "row 1"),
@@ -533,6 +540,22 @@ def test_a_view_tells_generated_ids_from_the_prompt_wherever_the_padding_is():
     assert longer.rows(torch.tensor([1])).prefix.tolist() == [[1, 2, 3, 4, -1]]
 
 
+@pytest.mark.parametrize(
+    ("length", "words"), [([1], r"\[2\]"), ([1, 3], r"row 1 must be in \[0, 2\].*got 3"), ([-1, 0], "row 0.*got -1")]
+)
+def test_a_prompt_length_that_cannot_be_is_refused(length, words):
+    with pytest.raises(ValueError, match=words):
+        View.of([[1, 2], [3, 4]], length)
+
+
+def test_rows_are_taken_by_number_or_by_a_flag_for_each():
+    view, state = View.of([[1], [2], [3]]), Policy().start(3, Streams.of([1, 2, 3]))
+    for index in ([0, 2], torch.tensor([0, 2]), torch.tensor([True, False, True])):
+        assert view.rows(index).prefix.tolist() == [[1], [3]]
+        assert state.rows(index).streams.seeds.tolist() == [1, 3]
+    assert (len(view.rows([]).prefix), len(state.rows([]))) == (0, 0)
+
+
 def test_a_view_takes_rows_of_extras_by_their_dimension():
     extras = {"similarity": torch.arange(6.0).reshape(3, 2), "layers": torch.arange(12.0).reshape(2, 3, 2)}
     view = View.of([[1], [2], [3]], extras=extras).rows(torch.tensor([2, 0]))
@@ -590,6 +613,7 @@ def test_random_chains_equal_the_oracle(seed):
     assert torch.allclose(step.logprobs, expected.logprobs, atol=1e-5)
 
 
-def test_the_free_transforms_of_random_chains_are_all_there_are():
-    """Those that need a state or the caller's data have tests of their own."""
-    assert {one.name for one in TRANSFORMS} - FREE == {"fsm", "contrastive", "dola"}
+def test_random_chains_hold_all_transforms_but_those_with_tests_of_their_own():
+    """These need a machine, or the caller's data."""
+    names = {one.name for seed in range(30) for one in chain_of(seed, 2, longest=22).transforms}
+    assert {one.name for one in TRANSFORMS} - names == {"fsm", "contrastive", "dola"}

@@ -106,6 +106,12 @@ def test_forced_ends_are_those_of_transformers(length):
     assert torch.allclose(distribution(hugging_face(**knobs), logits, ids), expected, atol=1e-6)
 
 
+def test_hugging_face_takes_tensors_and_one_value_for_each_request():
+    policy = hugging_face(do_sample=True, temperature=torch.tensor(0.5), top_k=torch.tensor([2, 3]))
+    assert [policy.transforms[0].temperature, policy.transforms[1].k] == [0.5, (2, 3)]
+    assert hugging_face(forced_eos_token_id=3, max_length=[5, 9]).transforms[0].at == (4, 8)
+
+
 def test_hugging_face_without_sampling_is_greedy_and_takes_no_knob_of_sampling():
     policy = hugging_face(repetition_penalty=1.2)
     assert (policy.selector, names(policy)) == ("greedy", ["repetition_penalty"])
@@ -206,6 +212,17 @@ def test_vllm_allows_only_the_allowed_ids_at_every_step():
         step = policy.step(torch.zeros(1, 5), view, state, shard=VocabShard(VocabLayout(5, 1, multiple_of=1)))
         state, view = step.state, view.appended(step.token_ids)
         assert step.token_ids.item() in (1, 3)
+
+
+def test_a_constraint_of_vllm_is_ended_by_its_ends_alone():
+    policy = vllm(constraint=StateMachine.from_sequences([[3]]), eos_token_id=1, stop_token_ids=[4])
+    state = policy.start(1, Streams.of([0]))
+    shard, top = VocabShard(VocabLayout(5, 1, multiple_of=1)), []
+    for prefix in ([], [3]):
+        step = policy.step(torch.zeros(1, 5), View.of([prefix], [0]), state, shard=shard, top_logprobs=3)
+        state = step.state
+        top.append(step.top.token_ids.tolist())
+    assert top == [[[3, -1, -1]], [[1, 4, -1]]]
 
 
 def test_vllm_takes_one_value_for_each_request_and_a_tiny_temperature_as_greedy():

@@ -191,6 +191,12 @@ class GenerateConfig:
             require(getattr(self, name) >= 1, f"generate.{name}", "at least 1", getattr(self, name))
         require(self.beams is None or self.beams >= 1, "generate.beams", "null or at least 1", self.beams)
         require(self.temperature >= 0, "generate.temperature", "0 (greedy) or more", self.temperature)
+        check_seed("generate.seed", self.seed)
+
+
+def check_seed(key: str, seed: int) -> None:
+    """Raises unless a stream can have this seed."""
+    require(-(2**63) <= seed < 2**64, key, "a number of at most 64 bits", seed)
 
 
 @dataclasses.dataclass(frozen=True)

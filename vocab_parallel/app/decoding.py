@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from vocab_parallel.decode.presets import PRESETS
 from vocab_parallel.decode.rollout import Advance, rollout
 from vocab_parallel.decode.search.beam_search import beam_search
 from vocab_parallel.decode.search.searching import Stepped
+from vocab_parallel.decode.transforms.contrast import Contrastive
+from vocab_parallel.decode.transforms.dola import Dola
 from vocab_parallel.decode.transforms.transform import View
 from vocab_parallel.decode.transforms.warpers import Temperature, TopK
 from vocab_parallel.errors import ConfigError
@@ -50,22 +53,34 @@ def decoding_of(options: GenerateConfig, vocab_size: int, requests: int = 1) -> 
     """What the section ``generate`` says, for a number of requests.
 
     Raises:
-        ConfigError: As `load_policy`; or a policy with a value for each of another number of requests.
+        ConfigError: As `load_policy`; or a policy with a value for each of another number of requests, or one that
+            needs more than logits.
     """
-    if options.policy is not None:
-        decoding = load_policy(options.policy, vocab_size)
-    elif options.method == "greedy":
-        decoding = Decoding(Policy((), selector="greedy", vocab_size=vocab_size, name="greedy"))
-    else:
-        transforms = (TopK(min(options.k, vocab_size)), Temperature(options.temperature))
-        decoding = Decoding(Policy(transforms, selector="sample", vocab_size=vocab_size, name="top_k"))
+    decoding = _of_keys(options, vocab_size) if options.policy is None else load_policy(options.policy, vocab_size)
     try:
         decoding.policy.start(requests, Streams.of([0] * requests))
     except ValueError as error:
         raise ConfigError(f"generate.policy: {error}") from error
+    for one in decoding.policy.transforms:
+        if isinstance(one, (Contrastive, Dola)):
+            raise ConfigError(
+                f"generate.policy: {one.name} needs data of each step beside the logits, which `generate` has not: use "
+                "it in a loop of your own, with `Policy.step` or `decode.rollout`."
+            )
     if options.beams is None:
         return decoding
     return dataclasses.replace(decoding, search=dataclasses.replace(decoding.search, beams=options.beams))
+
+
+def _of_keys(options: GenerateConfig, vocab_size: int) -> Decoding:
+    """The policy of the keys method, k and temperature."""
+    if options.method == "greedy":
+        return Decoding(Policy((), selector="greedy", vocab_size=vocab_size, name="greedy"))
+    try:
+        transforms = (TopK(min(options.k, vocab_size)), Temperature(options.temperature))
+        return Decoding(Policy(transforms, selector="sample", vocab_size=vocab_size, name="top_k"))
+    except ValueError as error:
+        raise ConfigError(f"generate: {error}") from error
 
 
 def load_policy(source: str, vocab_size: int) -> Decoding:
@@ -77,24 +92,18 @@ def load_policy(source: str, vocab_size: int) -> Decoding:
         ConfigError: Naming the file: it is not there, not a policy, or one of another vocabulary.
     """
     path = Path(source)
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        if source not in PRESETS:
-            raise ConfigError(
-                f"generate.policy: expected a .yaml or .json file or one of {', '.join(PRESETS)}, got {source!r}"
-            )
-        data: Any = {"preset": source}
-    elif not path.is_file():
-        raise ConfigError(f"generate.policy: there is no file {path}")
+    if path.suffix in (".yaml", ".yml", ".json"):
+        data = _read(path)
+    elif source in PRESETS:
+        data = {"preset": source}
     else:
-        try:
-            data = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{path}: expected a policy, a mapping, got {type(data).__name__}")
-    data = dict(data)
+        raise ConfigError(
+            f"generate.policy: expected a .yaml or .json file or one of {', '.join(PRESETS)}, got {source!r}"
+        )
     try:
-        search = build(Search, data.pop("search", {}))
+        section = data.pop("search", {})
+        require(isinstance(section, Mapping), "search", "a section (a mapping of keys)", section)
+        search = build(Search, section)
         preset = data.pop("preset", None)
         if preset is None:
             policy = Policy.from_dict(data)
@@ -108,6 +117,21 @@ def load_policy(source: str, vocab_size: int) -> Decoding:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return Decoding(policy, search)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The mapping that a file holds."""
+    if not path.is_file():
+        raise ConfigError(f"generate.policy: there is no file {path}")
+    kind = "JSON" if path.suffix == ".json" else "YAML"  # which is no superset of it: tabs, numbers such as 1e-3
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if kind == "JSON" else yaml.load(text, Loader=Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: expected a policy, a mapping, got {type(data).__name__}")
+    return dict(data)
 
 
 class Windows:

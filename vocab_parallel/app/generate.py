@@ -7,17 +7,17 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 from torch import Tensor
 
 from vocab_parallel.app import config as configs
-from vocab_parallel.app.config import Config, GenerateConfig
+from vocab_parallel.app.config import Config, GenerateConfig, check_seed
 from vocab_parallel.app.decoding import Decoding, Windows, continue_prompts, decoding_of, search_prompts
 from vocab_parallel.app.hosts import host_class, open_host
-from vocab_parallel.app.job import join
+from vocab_parallel.app.job import Job, join
 from vocab_parallel.app.model import Head
 from vocab_parallel.app.vocabulary import Vocabulary, open_vocabulary
 from vocab_parallel.app.writing import Writer
@@ -49,7 +49,7 @@ def generate(folder: Path, config: Config, requests: Sequence[Request] = (), *, 
         on every rank.
 
     Raises:
-        ConfigError: no checkpoint there, or a policy that cannot be used.
+        ConfigError: no checkpoint there, a policy that cannot be used, or a trace that cannot be written.
         CheckpointLayoutError: the number of ranks is not that of the training.
     """
     vocabulary = open_vocabulary(config.data.vocab)
@@ -71,8 +71,7 @@ def generate(folder: Path, config: Config, requests: Sequence[Request] = (), *, 
                 print(text, end="", flush=True)
 
         model = Windows(host.hidden, host.head(), config.model.context)
-        path = trace if job.first else None
-        with open(path, "w", encoding="utf-8") if path is not None else nullcontext() as lines:
+        with trace_file(trace, job) as lines:
             run(model, requests, decoding, vocabulary, show, shard=host.shard,
                 max_tokens=config.generate.max_tokens, traced=trace is not None, lines=lines)  # fmt: skip
         return "".join(pieces).removesuffix("\n")
@@ -122,6 +121,26 @@ def run(
         writer.end(row)
 
 
+def trace_file(path: Path | None, job: Job) -> AbstractContextManager[IO[str] | None]:
+    """The first rank's file for a trace; elsewhere, and without a path, None.
+
+    Raises:
+        ConfigError: on every rank, if it cannot be written.
+    """
+    if path is None:
+        return nullcontext()
+    lines, fault = None, None
+    if job.first:
+        try:
+            lines = path.open("w", encoding="utf-8")
+        except OSError as error:
+            fault = str(error)
+    fault = job.agree(fault)
+    if fault is not None:
+        raise ConfigError(f"--trace: {fault}")
+    return nullcontext() if lines is None else lines
+
+
 def traces(step: Advance, requests: Sequence[Request], vocabulary: Vocabulary) -> list[dict[str, Any]]:
     """What one step did, a JSON-able dict for each request that it was for."""
     assert step.trace is not None
@@ -169,15 +188,23 @@ def generate_ids(
     return ids[:-1] if ids[-1] == eos else ids
 
 
-def requests_of(options: GenerateConfig, prompts: Sequence[str], names: Sequence[str] = ()) -> list[Request]:
+def requests_of(
+    options: GenerateConfig, prompts: Sequence[str], names: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> list[Request]:
     """The requests of some prompts.
 
     Names that are not given are the prompts themselves, with a number where one comes again: so a request's text is the
-    same alone and in a batch.
+    same alone and in a batch. One seed is for all; without any it is ``generate.seed``.
 
     Raises:
-        ConfigError: more names than prompts, or one name twice.
+        ConfigError: another number of names or seeds than prompts, one name twice, or text that is no UTF-8.
     """
+    if len(seeds) not in (0, 1, len(prompts)):
+        raise ConfigError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one --seed for all, or one each")
+    seeds = seeds if len(seeds) == len(prompts) else [*seeds, options.seed][:1] * len(prompts)
+    for text in (*prompts, *names):
+        if text.encode("utf-8", "replace").decode() != text:
+            raise ConfigError(f"{text!r} is not UTF-8")
     given = list(names) or ([options.request] if options.request is not None else [])
     if given and len(given) != len(prompts):
         raise ConfigError(f"{len(prompts)} prompts and {len(given)} names: give each prompt its --request, or none")
@@ -186,10 +213,10 @@ def requests_of(options: GenerateConfig, prompts: Sequence[str], names: Sequence
     for at, prompt in enumerate(prompts):
         seen[prompt] += 1
         name = given[at] if given else prompt if seen[prompt] == 1 else f"{prompt} #{seen[prompt]}"
-        made.append(Request(prompt, name, options.seed))
+        made.append(Request(prompt, name, seeds[at]))
     twice = [name for name, count in Counter(one.name for one in made).items() if count > 1]
     if twice:
-        raise ConfigError(f"two requests are called {twice[0]!r}: they would draw the same random numbers")
+        raise ConfigError(f"two requests are called {twice[0]!r}: with one seed they would draw the same numbers")
     return made
 
 
@@ -199,7 +226,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example generate.max_tokens=20")
     parser.add_argument("--prompt", action="append", help="text to continue, as generate.prompt=; may be repeated")
     parser.add_argument("--policy", help="a policy file (YAML, JSON) or a preset's name, as generate.policy=")
-    parser.add_argument("--seed", type=int, help="of the random numbers, as generate.seed=")
+    parser.add_argument(
+        "--seed", action="append", type=int, default=[], help="as generate.seed=; one for all prompts, or one each"
+    )
     parser.add_argument(
         "--request", action="append", default=[], help="a prompt's name, one each; else the prompt itself"
     )
@@ -211,9 +240,10 @@ def main(args: argparse.Namespace) -> int:
     if not Path(args.source).is_dir():
         raise ConfigError(f"{args.source} is not a folder: expected a run folder that `train` wrote")
     config = configs.load(args.source, args.overrides)
-    changes = {name: getattr(args, name) for name in ("policy", "seed") if getattr(args, name) is not None}
-    options = dataclasses.replace(config.generate, **changes)
+    for seed in args.seed:
+        check_seed("--seed", seed)
+    options = config.generate if args.policy is None else dataclasses.replace(config.generate, policy=args.policy)
     config = dataclasses.replace(config, generate=options)
-    requests = requests_of(options, args.prompt or [options.prompt], args.request)
+    requests = requests_of(options, args.prompt or [options.prompt], args.request, args.seed)
     generate(Path(args.source), config, requests, trace=args.trace)
     return 0

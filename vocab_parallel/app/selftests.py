@@ -14,7 +14,7 @@ from vocab_parallel.app.job import Job
 from vocab_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
 from vocab_parallel.head import VocabParallelLMHead
 from vocab_parallel.loss import cross_entropy, linear_cross_entropy, token_logprobs
-from vocab_parallel.select import greedy, top_k
+from vocab_parallel.select import Streams, greedy, sample, top_k, top_p
 from vocab_parallel.tying import tie_weights
 
 VOCAB, WIDTH, TOKENS, CANDIDATES = 1009, 48, 37, 50  # an odd vocabulary: the last shard holds padding
@@ -59,6 +59,8 @@ class SelfTests:
             ("token_logprobs", self.logprobs, LIMIT),
             ("greedy", self.greedy, 0.0),
             ("top_k", self.top_k, 0.0),
+            ("top_p", self.top_p, 0.0),
+            ("sample", self.sample, 0.0),
             ("tied embedding and head", self.tied, LIMIT),
         ]
         return tests
@@ -138,6 +140,28 @@ class SelfTests:
         got = top_k(self.shard.slice(whole, dim=-1, fill=99.0), CANDIDATES, shard=self.shard)
         values, ids = reference.top_k(whole, CANDIDATES)
         return float((got.token_ids != ids).sum() + (got.values != values).sum())
+
+    def top_p(self) -> float:
+        """Tokens that are in a nucleus, short or long, or out of it otherwise than by the oracle; must be 0."""
+        whole = self._coarse_logits()
+        p = torch.tensor([0.1, 0.9, 1.0]).repeat(TOKENS)[:TOKENS]
+        got = top_p(self.shard.slice(whole, dim=-1, fill=99.0), p, shard=self.shard)
+        want = reference.nucleus(whole, p.to(whole.device))
+        return float((got.kept != self.shard.slice(want, dim=-1)).sum())
+
+    def sample(self) -> float:
+        """Tokens drawn otherwise than by the oracle, each row by parameters of its own; must be 0."""
+        whole, row = self._coarse_logits(), torch.arange(TOKENS)
+        given = {
+            "temperature": torch.tensor([0.0, 0.7, 1.0, 1.5])[row % 4],
+            "top_k": torch.tensor([VOCAB, CANDIDATES, VOCAB])[row % 3],
+            "top_p": torch.tensor([0.5, 0.9, 1.0, 0.9, 1.0])[row % 5],
+            "min_p": torch.tensor([0.0, 0.01])[row % 2],
+        }
+        streams = Streams.of([0] * TOKENS, range(TOKENS))
+        got = sample(self.shard.slice(whole, dim=-1, fill=99.0), shard=self.shard, streams=streams, **given)
+        want = reference.sample(whole.cpu(), streams.bits(), **given)
+        return float((got.token_ids.cpu() != want).sum())
 
     def tied(self) -> float:
         """The one parameter's gradient holds the lookup's and the projection's part."""

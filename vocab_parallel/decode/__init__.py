@@ -42,7 +42,7 @@ from vocab_parallel.decode.transforms.processors import (
     Suppress,
 )
 from vocab_parallel.decode.transforms.sequence import MaskedSum, masked_sum
-from vocab_parallel.decode.transforms.transform import Choice, Transform, View, row_values
+from vocab_parallel.decode.transforms.transform import Choice, Transform, View
 from vocab_parallel.decode.transforms.warpers import (
     Epsilon,
     Eta,
@@ -124,7 +124,6 @@ __all__ = [
     "reliability",
     "reorder",
     "rollout",
-    "row_values",
     "split_flat",
     "vllm",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from vocab_parallel.decode.policy_file import require_known
 from vocab_parallel.decode.transforms.transform import Transform
 from vocab_parallel.errors import ConfigError
 
@@ -63,24 +63,16 @@ _ADVICE = {
 def chosen_knobs(
     preset: str, knobs: Mapping[str, Any], known: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """The knobs with their defaults, tensors as tuples; an error for one that is unknown, or on and not here."""
+    """The knobs with their defaults, tensors as lists; an error for one that is unknown, or on and not here."""
+    require_known(knobs, [*known, *refused], f"{preset}: knob")
     for name, value in knobs.items():
-        require_known(f"{preset}: knob", name, [*known, *refused])
         if name in refused and value not in refused[name]:
             advice = f"; {_ADVICE[name]}" if name in _ADVICE else ""
             raise ConfigError(
                 f"{preset}: {name}={value!r} has no transform here{advice}. It is not ignored: leave it out."
             )
     chosen = {name: knobs[name] if knobs.get(name) is not None else default for name, default in known.items()}
-    return {name: tuple(one.tolist()) if isinstance(one, Tensor) else one for name, one in chosen.items()}
-
-
-def require_known(what: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> None:
-    """Raises for a name that is unknown, with the nearest that is not."""
-    if name not in known:
-        near = difflib.get_close_matches(str(name), list(known), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-        raise ConfigError(f"{what} {name!r} is unknown; {hint}")
+    return {name: one.tolist() if isinstance(one, Tensor) else one for name, one in chosen.items()}
 
 
 def require_no_warping(given: Mapping[str, Any]) -> None:

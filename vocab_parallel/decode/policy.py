@@ -22,8 +22,9 @@ from vocab_parallel.decode import policy_file
 from vocab_parallel.decode.running import Fallback
 from vocab_parallel.decode.state import PolicyState
 from vocab_parallel.decode.stepping import Plan, Step, Wanted, bad_rows, step_checksum, take_step
-from vocab_parallel.decode.transforms.transform import LOG_SPACE, RAW, Transform, View
+from vocab_parallel.decode.transforms.transform import LOG_SPACE, RAW, Transform, View, check_view
 from vocab_parallel.errors import LayoutMismatchError, TokenRangeError
+from vocab_parallel.headers import signature
 from vocab_parallel.select.channel import Channel
 from vocab_parallel.select.logprobs import check_count
 from vocab_parallel.select.scores import describe
@@ -79,9 +80,11 @@ class Policy:
                 raise ValueError(f"transforms must be Transforms, got {one!r}")
         object.__setattr__(self, "_answer", policy_file.fallback(self.fallback))
         self.edges()
+        if self.vocab_size is not None and (type(self.vocab_size) is not int or self.vocab_size < 1):
+            raise ValueError(f"vocab_size must be None or an integer of at least 1, got {self.vocab_size!r}")
         self._check(self.vocab_size, None)
-        decides = {key: self.to_dict()[key] for key in ("selector", "fallback", "transforms")}
-        text = json.dumps(decides, sort_keys=True)
+        whole = self.to_dict()
+        text = json.dumps({key: whole[key] for key in ("selector", "fallback", "transforms")}, sort_keys=True)
         object.__setattr__(self, "digest", hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
 
     @uncompiled
@@ -117,28 +120,30 @@ class Policy:
 
         Collectives:
             All-gathers of bytes a row and rank (for float32; none at tp_size 1): those of the transforms, and 8 (best),
-            8 (masses), 8 (sample: token); raw log-probabilities 24; top n `8 n`; a trace: see `trace.record`. One
-            header of 64 bytes rides with the first.
+            8 (masses), 8 (sample: token); raw log-probabilities 24; top n `8 n`; a trace: see `trace.record`; a
+            fallback: see `running.run`. One header of 64 bytes rides with the first.
 
         Raises:
             EmptySupportError: A row without a token, naming row, step and transform.
             NonFiniteError, LayoutMismatchError, ValueError: NaN or +inf; wrong shapes; another number of requests in
                 state or view; ranks with another policy, state or prefix. All on every rank.
         """
-        words = self._words(logits, view, trace, removed_ids, top_logprobs, logprobs)
+        marked = sorted(self.special_ids.items()) if trace and removed_ids else []
+        words = self._words(logits, view, trace, marked, top_logprobs, logprobs)
         channel = Channel(shard, words, kind="candidates")
-        with channel.guard():
+        with channel.guard():  # a transform, too, may refuse this step's data before anything was exchanged
             rows = self._admit(logits, view, state, shard, active)
             if top_logprobs:
                 check_count(top_logprobs, shard.vocab_size)
             if logprobs not in ("raw", "processed"):
                 raise ValueError(f"logprobs must be 'raw' or 'processed', got {logprobs!r}")
-            channel.call = f"{words} with {len(rows)} of {len(logits)} requests active"
+            origin = signature(str(state.origin.tolist()))  # whose parameters apply decides what is exchanged
+            channel.call = f"{words} with {len(rows)} of {len(logits)} requests active, {origin:x}"
             channel.checksum = step_checksum(view, state, rows).to(logits.device)
             channel.found = bad_rows(logits, rows, shard)
-        plan = Plan(self.name, self.transforms, self.selector, self._answer, self.special_ids)
-        wanted = Wanted(trace, removed_ids, top_logprobs, logprobs)
-        return take_step(plan, logits, view, state, rows, shard=shard, channel=channel, wanted=wanted)
+            plan = Plan(self.name, self.transforms, self.selector, self._answer, self.special_ids)
+            wanted = Wanted(trace, removed_ids, top_logprobs, logprobs)
+            return take_step(plan, logits, view, state, rows, shard=shard, channel=channel, wanted=wanted)
 
     def start(self, rows: int, streams: Streams | None = None) -> PolicyState:
         """The state of new requests.
@@ -217,20 +222,20 @@ class Policy:
                 if vocab_size is not None:
                     raise
         vocab_size = vocab_size or _ANY_VOCAB
-        ids: dict[str, object] = dict(self.special_ids)
+        ids: list[tuple[str, object]] = list(self.special_ids.items())
         if self._answer.kind == "token":
-            ids["fallback"] = self._answer.token_id
-        for name, token_id in ids.items():
+            ids.append(("fallback", self._answer.token_id))
+        for name, token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise TokenRangeError(f"{name}'s token id must be an integer in [0, {vocab_size}), got {token_id!r}")
 
     def _words(self, logits: object, view: object, *options: object) -> str:
         """The call in words, the same on every rank."""
-        shapes = ""
+        data: dict[str, object] = {}
         if isinstance(view, View):
-            extras = ", ".join(f"{name} {list(view.extras[name].shape)}" for name in sorted(view.extras))
-            shapes = f"prefix {list(view.prefix.shape)}{', ' if extras else ''}{extras}"
-        return f"policy.step({describe(logits)}, {shapes}, policy {self.name!r} {self.digest}, {options})"
+            data = {"prefix": view.prefix, **{name: view.extras[name] for name in sorted(view.extras)}}
+        shapes = "".join(f", {name} {describe(value)}" for name, value in data.items())
+        return f"policy.step({describe(logits)}{shapes}, policy {self.name!r} {self.digest}, {options})"
 
     def _admit(self, logits: Tensor, view: object, state: object, shard: VocabShard, active: object) -> Tensor:
         """The active rows, int64; or the error of arguments that do not fit each other."""
@@ -240,6 +245,7 @@ class Policy:
         rows = len(logits)
         if not isinstance(view, View) or not isinstance(state, PolicyState):
             raise ValueError(f"step takes a View and a PolicyState, got {type(view).__name__}, {type(state).__name__}")
+        check_view(view)
         for what, count in (("state", len(state)), ("view", len(view.prefix))):
             if count != rows:
                 raise ValueError(

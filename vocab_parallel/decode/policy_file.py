@@ -42,7 +42,7 @@ def parse(data: Mapping[str, Any], more: Sequence[type[Transform]] = ()) -> dict
     """The arguments of `Policy` of a mapping; ConfigError names what is unknown, and the nearest known name."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"a policy must be a mapping with a list of transforms, got {type(data).__name__}")
-    _require_known(data, _KEYS, "a policy's key")
+    require_known(data, _KEYS, "a policy's key")
     if data.get("version", VERSION) != VERSION:
         raise ConfigError(f"a policy of version {data['version']!r}, this code reads {VERSION}")
     given = data.get("transforms", ())
@@ -72,17 +72,18 @@ def _transform(given: object, at: int, known: Mapping[str, type[Transform]]) -> 
     if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
         raise ConfigError(f"{where}: expected a mapping with a name, got {given!r}")
     name = given["name"]
-    _require_known([name], known, f"{where}: transform")
+    require_known([name], known, f"{where}: transform")
     kind = known[name]
     fields = [one.name for one in dataclasses.fields(kind) if one.init]  # type: ignore[arg-type]
-    _require_known([key for key in given if key != "name"], fields, f"{where} ({name}): field")
+    require_known([key for key in given if key != "name"], fields, f"{where} ({name}): field")
     try:
         return kind.from_dict(given)
     except TypeError as error:  # a field without a default is missing
         raise ConfigError(f"{where} ({name}): {error}") from error
 
 
-def _require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:
+def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raises ConfigError for the first name that is unknown, with the nearest that is not."""
     known = list(known)
     for one in given:
         if one not in known:

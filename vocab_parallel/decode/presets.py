@@ -1,7 +1,7 @@
 """Policies with the orders of other libraries: the same knobs, by the names they have there.
 
 A knob that this package has no transform for is refused when it is on: a silent other distribution would be worse.
-Every knob that takes a number also takes one for each request.
+A transform's number may be one for each request, too; what decides which transforms there are is for all of them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from vocab_parallel.decode.knobs import (
     id_tuple,
     if_given,
     require_ids,
-    require_known,
     require_no_warping,
     unless_off,
 )
 from vocab_parallel.decode.policy import Policy
+from vocab_parallel.decode.policy_file import require_known
 from vocab_parallel.decode.transforms.constraints import Fsm
 from vocab_parallel.decode.transforms.controllers import DynamicTemperature, MirostatV2
 from vocab_parallel.decode.transforms.log_softmax import Normalize
@@ -78,6 +78,7 @@ def hugging_face(**knobs: Any) -> Policy:
         raise ConfigError("hugging_face: forced_eos_token_id needs max_length, the length at which it is forced")
     if given["forced_bos_token_id"] is not None and given["begin_suppress_tokens"] is not None:
         raise ConfigError("hugging_face: begin_suppress_tokens with forced_bos_token_id depends on the prompt's length")
+    last = each_value(given["max_length"], lambda one: one and one - 1)
     chain: list[Transform | None] = [
         if_given(given["sequence_bias"], lambda one: Bias(sequences=tuple(bias_sequences(one)))),
         unless_off(given["repetition_penalty"], 1.0, RepetitionPenalty),
@@ -87,7 +88,7 @@ def hugging_face(**knobs: Any) -> Policy:
         unless_off(given["min_new_tokens"], 0, lambda one: MinLength(one, eos, "generated")),
         if_given(given["constraint"], lambda one: _fsm(one, eos)),
         if_given(given["forced_bos_token_id"], lambda one: Force(id_tuple(one), 1, "all", 0.0)),
-        if_given(given["forced_eos_token_id"], lambda one: Force(id_tuple(one), given["max_length"] - 1, "all", 0.0)),
+        if_given(given["forced_eos_token_id"], lambda one: Force(id_tuple(one), last, "all", 0.0)),
         if_given(given["suppress_tokens"], Suppress),
         if_given(given["begin_suppress_tokens"], lambda one: Suppress(one, (0,))),
     ]
@@ -129,11 +130,8 @@ def vllm(**knobs: Any) -> Policy:
         raise ConfigError("vllm: bad_words must be lists of token ids: a policy knows no tokenizer")
     temperature = each_value(given["temperature"], lambda one: 0.0 if 0 <= one < _VLLM_GREEDY else one)
     chain = [
-        if_given(given["constraint"], _fsm),
-        if_given(
-            given["allowed_token_ids"],
-            lambda ids: Fsm(StateMachine.from_table({0: {one: 0 for one in ids}}, accepting=(0,))),
-        ),
+        if_given(given["constraint"], lambda one: _fsm(one, ends)),
+        if_given(given["allowed_token_ids"], _only),
         if_given(tuple(words) or None, lambda one: BadWords(one, "generated")),
         unless_off(given["min_tokens"], 0, lambda one: MinLength(one, ends, "generated")),
         if_given(given["logit_bias"], _bias),
@@ -155,8 +153,8 @@ def llama_cpp(**knobs: Any) -> Policy:
 
     Args:
         knobs: Of `common_params_sampling`, by name and with its defaults (which truncate: `top_k=40, top_p=0.95,
-            min_p=0.05, temp=0.8`). `samplers` is another order. `constraint` is a `StateMachine` or an `Fsm`,
-            applied first; llama.cpp draws without its grammar, and again under it if that broke it.
+            min_p=0.05, temp=0.8`). `samplers` is another order. `constraint` is a `StateMachine`, or an `Fsm` (which
+            may have end ids), applied first; llama.cpp draws without its grammar, and again under it if that broke it.
 
     Raises:
         ConfigError: A knob that is unknown, or that this package has nothing for (dry, xtc, adaptive-p, mirostat 1).
@@ -187,9 +185,8 @@ def llama_cpp(**knobs: Any) -> Policy:
         "xtc": lambda: None,
         "temperature": lambda: _dynamic(given, temperature),
     }
-    for name in given["samplers"]:
-        require_known("llama_cpp: sampler", name, makers)
-        chain.append(makers[name]())
+    require_known(given["samplers"], makers, "llama_cpp: sampler")
+    chain += [makers[name]() for name in given["samplers"]]
     return _policy("llama_cpp", chain, "sample")
 
 

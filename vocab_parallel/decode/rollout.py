@@ -23,7 +23,7 @@ class Advance:
         token_ids: int64 `[T]`; -1 where a request had ended before.
         logprobs: float64 `[T]`, of the chosen ids under the policy's final distribution, in nats; 0 where ended before.
         active: bool `[T]`, the requests that this step was for.
-        ended: bool `[T]`, those that have ended now, by an end id.
+        ended: bool `[T]`, those that have ended by now, by an end id.
         view: With the ids appended.
         state: The policy's, after the step.
         trace: Of the step, if it was asked for.
@@ -69,7 +69,8 @@ def rollout(
     ends = torch.tensor(list(eos_ids), dtype=torch.int64, device=view.prefix.device)
     for _ in range(max_new_tokens):
         step = policy.step(columns(view, active), view, state, shard=shard, active=active, trace=trace)
-        state, view = step.state, view.appended(step.token_ids)
+        state, view = step.state, view.appended(step.token_ids)  # where the logits are, from now on
+        active, ends = active.to(view.prefix.device), ends.to(view.prefix.device)
         left = active & ~torch.isin(step.token_ids, ends)
         yield Advance(step.token_ids, step.logprobs, active, ~left, view, state, step.trace)
         active = left

@@ -59,7 +59,7 @@ class Job(NamedTuple):
 class Ran(NamedTuple):
     """scores: after all transforms, largest values known. legal: under the hard ones alone, if wanted.
 
-    emptied: int64 `[T]`: the transform whose emptying a fallback has answered, -1 if none.
+    emptied: Bool `[T, transforms]`: which of them left no token, where a fallback has answered.
     """
 
     scores: Scores
@@ -72,7 +72,7 @@ def run(job: Job, scores: Scores) -> Ran:
 
     Collectives:
         Those of the transforms, and 8 bytes a row for the largest value unless it is known. Another fallback than
-        "error", or errors read late (CUDA): 8 bytes a row after each transform that does not know it.
+        "error", or errors read late (CUDA): 8 bytes a row at the start and after each transform that does not know it.
 
     Raises:
         EmptySupportError: On every rank, naming row, step and the transform that removed the last token.
@@ -102,7 +102,8 @@ def _plain(job: Job, scores: Scores) -> Ran:
         scores = transform.apply(scores, job.view, state)
         legal, only_hard = _legal(job, transform, state, legal, scores, only_hard)
         job.observe(scores)
-    return Ran(with_largest(scores), legal, torch.full_like(job.rows, -1))
+    emptied = torch.zeros(len(job.rows), len(job.transforms), dtype=torch.bool, device=job.rows.device)
+    return Ran(with_largest(scores), legal, emptied)
 
 
 def _legal(
@@ -117,37 +118,52 @@ def _legal(
 def _tracked(job: Job, scores: Scores) -> Ran:
     """As `_plain`, looking for empty rows at the start and after each transform."""
     scores = with_largest(scores)
-    legal, only_hard = scores, True
-    emptied = torch.full_like(job.rows, -1)
+    legal, only_hard = scores, job.fallback.kind != "token"  # whose token would pass for one that is legal
+    emptied = torch.zeros(len(job.rows), len(job.transforms), dtype=torch.bool, device=job.rows.device)
     _require_tokens(job, scores, -1)
     job.observe(scores)
     for at, (transform, state) in enumerate(zip(job.transforms, job.states, strict=True)):
         before, scores = scores, with_largest(transform.apply(scores, job.view, state))
         legal, only_hard = _legal(job, transform, state, legal, scores, only_hard)
-        assert before.largest is not None and scores.largest is not None
+        assert scores.largest is not None
         gone = scores.largest == -torch.inf
-        answered = gone
-        if job.fallback.kind == "undo" and not transform.is_hard() and before.values.shape == scores.values.shape:
-            kept = torch.where(gone[:, None], before.values, scores.values)
-            scores = scores.with_values(kept, torch.where(gone, before.largest, scores.largest))
+        if job.fallback.kind == "undo" and not transform.is_hard() and _same_columns(before, scores):
+            scores = _undone(before, scores, gone)
+            emptied[:, at] = gone
         elif job.fallback.kind == "token":
             scores = _only(scores, gone, job.fallback.token_id)
+            emptied[:, at] = gone
         else:
-            answered = torch.zeros_like(gone)
             _require_tokens(job, scores, at)
-        emptied = torch.where(answered & (emptied < 0), at, emptied)
         job.observe(scores)
     if job.fallback.kind == "token":
-        scores = _forced(job, scores, legal, emptied)
+        scores = _forced(job, scores, legal, emptied.any(1))
     return Ran(scores, legal, emptied)
 
 
-def _forced(job: Job, scores: Scores, legal: Scores, emptied: Tensor) -> Scores:
-    """The fallback's token alone in the rows that were emptied, which all hard transforms must allow."""
-    hit, token_id = emptied >= 0, job.fallback.token_id
+def _same_columns(before: Scores, scores: Scores) -> bool:
+    """Whether a transform has left the columns as they were; the same on every rank, however many it holds."""
+    if before.replicated != scores.replicated:
+        return False
+    return not scores.replicated or before.token_ids.shape == scores.token_ids.shape
+
+
+def _undone(before: Scores, scores: Scores, rows: Tensor) -> Scores:
+    """`scores`, but those `before` in these rows (bool `[T]`)."""
+    assert before.largest is not None and scores.largest is not None
+    values = torch.where(rows[:, None], before.values, scores.values)
+    undone = scores.with_values(values, torch.where(rows, before.largest, scores.largest))
+    if not scores.replicated:
+        return undone
+    return replace(undone, token_ids=torch.where(rows[:, None], before.token_ids, scores.token_ids))
+
+
+def _forced(job: Job, scores: Scores, legal: Scores, hit: Tensor) -> Scores:
+    """The fallback's token alone in the rows that are `hit` (bool `[T]`), which all hard transforms must allow."""
+    token_id = job.fallback.token_id
     if not job.channel.group.defers(hit.device) and not bool(hit.any()):
         return scores
-    allowed = value_at(legal, torch.full_like(emptied, token_id)) > -torch.inf
+    allowed = value_at(legal, torch.full_like(job.rows, token_id)) > -torch.inf
     _judge(job, hit & ~allowed, f"and the fallback's token {token_id} is not legal there either", -2)
     return _only(scores, hit, token_id)
 

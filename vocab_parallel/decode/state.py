@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.agreement import checksum
+from vocab_parallel.decode.transforms.transform import row_index
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.select.streams import Streams
 
@@ -42,10 +43,11 @@ class PolicyState:
         """The state of the rows `index`: a batch that lost or reordered rows, or beams by their parents.
 
         Args:
+            index: Rows in the order wanted, or a bool for each row: those that stay.
             children: int64, for rows that are repeated: each one's number among its parent's, so that it gets a stream
                 of its own (see `Streams.fork`). Without it copies of a row draw the same numbers.
         """
-        index = torch.as_tensor(index, dtype=torch.int64, device=self.streams.seeds.device)
+        index = row_index(index, self.streams.seeds.device)
         streams = self.streams.rows(index) if children is None else self.streams.fork(index, children)
         return PolicyState(streams, self._picked(index), self.origin[index.to(self.origin.device)], self.digest)
 
@@ -85,19 +87,24 @@ class PolicyState:
         """The state of a `state_dict`.
 
         Raises:
-            ConfigError: Of another version, or with something missing.
+            ConfigError: Of another version, with something missing, or with parts of different numbers of requests.
+            ValueError: Streams that are none.
         """
         if saved.get("version") != VERSION:
             raise ConfigError(f"a policy's state of version {saved.get('version')!r}, this code reads {VERSION}")
         missing = [key for key in ("policy", "streams", "origin", "states") if key not in saved]
         if missing:
             raise ConfigError(f"a policy's state without {', '.join(missing)}: was the file cut off?")
-        return cls(
+        state = cls(
             Streams.from_state_dict(saved["streams"], device),
             tuple({name: _restored(kept, device) for name, kept in state.items()} for state in saved["states"]),
             torch.tensor(saved["origin"], dtype=torch.int64),
             saved["policy"],
         )
+        counts = [len(state.streams), *(len(kept) for one in state.states for kept in one.values())]
+        if any(count != len(state) for count in counts):
+            raise ConfigError(f"a policy's state of {len(state)} requests holds parts of {counts}: was it edited?")
+        return state
 
 
 def _put(whole: Tensor, index: Tensor, part: Tensor) -> Tensor:

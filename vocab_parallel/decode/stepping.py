@@ -12,7 +12,7 @@ from torch import Tensor
 from vocab_parallel.agreement import Found, checksum, first_row
 from vocab_parallel.decode.running import Fallback, Job, Ran, run
 from vocab_parallel.decode.state import PolicyState
-from vocab_parallel.decode.trace import Recorder, StepTrace, record
+from vocab_parallel.decode.trace import Recorder, StepTrace, record, spread_rows
 from vocab_parallel.decode.transforms.transform import Choice, Transform, View
 from vocab_parallel.errors import NonFiniteError
 from vocab_parallel.select.channel import Channel
@@ -81,11 +81,11 @@ def take_step(
         channel.open(logits.device)
     part = _step(plan, logits[rows], view.rows(rows), state.rows(rows), rows, shard, channel, wanted)
     top = part.top and TopLogprobs(
-        _spread(part.top.token_ids, rows, count, -1), _spread(part.top.logprobs, rows, count, -torch.inf)
+        spread_rows(part.top.token_ids, rows, count, -1), spread_rows(part.top.logprobs, rows, count, -torch.inf)
     )
     return Step(
-        _spread(part.token_ids, rows, count, -1),
-        _spread(part.logprobs, rows, count, 0.0),
+        spread_rows(part.token_ids, rows, count, -1),
+        spread_rows(part.logprobs, rows, count, 0.0),
         state.merged(rows, part.state),
         part.trace and part.trace.spread(rows, count),
         top,
@@ -105,8 +105,7 @@ def _step(
         recorder.note if recorder is not None else lambda scores: None,
         wants_legal=wanted.trace or plan.fallback.kind == "token",
     )  # fmt: skip
-    with channel.guard():  # a transform may refuse this step's data before anything was exchanged
-        ran = run(job, raw)
+    ran = run(job, raw)
     chosen = _choose(plan.selector, ran, state.streams)
     logprobs, top = _reported(raw, ran, chosen, wanted)
     trace = None
@@ -135,7 +134,8 @@ class _Chosen(NamedTuple):
 def _choose(selector: str, ran: Ran, streams: Streams) -> _Chosen:
     if selector == "sample":
         drawn = draw(ran.scores, streams)
-        return _Chosen(drawn.token_ids, drawn.masses.logprob(drawn.values), drawn.masses, drawn.streams)
+        values = drawn.values + 0.0  # no -0.0, as where a value has travelled: the same bits at every TP size
+        return _Chosen(drawn.token_ids, drawn.masses.logprob(values), drawn.masses, drawn.streams)
     scores = with_peak(ran.scores)
     assert scores.peak is not None
     masses = measure(scores)
@@ -183,7 +183,3 @@ def _describe_bad(row: int, rank: int) -> Exception:
         f"row {row} holds NaN or +inf among the logits of rank {rank} of the group: it has no distribution. Likely an "
         "overflow upstream, or an uninitialised weight."
     )
-
-
-def _spread(value: Tensor, rows: Tensor, count: int, nothing: float) -> Tensor:
-    return value.new_full((count, *value.shape[1:]), nothing).index_copy(0, rows, value)

@@ -18,7 +18,7 @@ from vocab_parallel.select.scores import Scores, top_candidates, value_at
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step of T requests. Of a row that was not active every number is NaN or -1.
+    """One step of T requests. Of a row that was not active every number is NaN or -1, every flag False.
 
     Attributes:
         transforms: Their names, in order.
@@ -27,12 +27,13 @@ class StepTrace:
         entropy: float64 `[T]`, nats, of the final distribution.
         support: int64 `[T]`: tokens left after all transforms.
         legal: int64 `[T]`: tokens that the hard transforms alone leave.
-        removed: int64 `[T, transforms]`: how many tokens each transform removed.
+        removed: int64 `[T, transforms]`: how many fewer tokens each transform left, after a fallback's answer; below 0
+            where a `force` with a score brought some back.
         removed_special: By the name of a special id, bool `[T, transforms]`: whether the transform removed it.
         raw_score, score: float64 `[T]`: of the chosen token, before and after the transforms.
         logprob: float64 `[T]`, nats: of the chosen token under the final distribution.
         draw: int64 `[T]`: number of the draw in the request's stream; where nothing is drawn, of its next one.
-        emptied: int64 `[T]`: the transform that left no token, where a fallback has answered; else -1.
+        emptied: Bool `[T, transforms]`: which of them left no token, where a fallback has answered.
         fallback: What it was.
     """
 
@@ -53,11 +54,11 @@ class StepTrace:
 
     def reason(self, row: int) -> str | None:
         """Why a fallback answered in this row; None where none did."""
-        at = int(self.emptied[row])
-        if at < 0:
+        names = [name for name, left in zip(self.transforms, self.emptied[row].tolist(), strict=True) if left]
+        if not names:
             return None
         did = f"token {self.fallback.token_id} was chosen" if self.fallback.kind == "token" else "it was undone"
-        return f"{self.transforms[at]} left no token: {did}"
+        return f"{', '.join(names)} left no token: {did}"
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """One JSON-able dict an active row; NaN and inf are None."""
@@ -85,8 +86,8 @@ class StepTrace:
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, Tensor):
-                spread[one.name] = _spread(value, rows, count)
-        special = {name: _spread(value, rows, count) for name, value in self.removed_special.items()}
+                spread[one.name] = spread_rows(value, rows, count, _nothing(value))
+        special = {name: spread_rows(value, rows, count, False) for name, value in self.removed_special.items()}
         return replace(self, **spread, removed_special=special)
 
 
@@ -164,6 +165,10 @@ def record(
     )
 
 
-def _spread(value: Tensor, rows: Tensor, count: int) -> Tensor:
-    nothing = math.nan if value.is_floating_point() else 0 if value.dtype == torch.bool else -1
+def spread_rows(value: Tensor, rows: Tensor, count: int, nothing: float) -> Tensor:
+    """`[count, ...]`: `value` at the rows `rows`, `nothing` at the others."""
     return value.new_full((count, *value.shape[1:]), nothing).index_copy(0, rows, value)
+
+
+def _nothing(value: Tensor) -> float:
+    return math.nan if value.is_floating_point() else False if value.dtype == torch.bool else -1

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vocab_parallel.reference import warpers
+
 Rows = Sequence[Sequence[int]]
 
 
@@ -153,19 +155,16 @@ def dola(z: Tensor, premature: Tensor, relative_top: Any = 0.1) -> Tensor:
     layer = js_divergence(z, premature).argmax(1)
     log_p = z.double().log_softmax(-1)
     log_q = premature[torch.arange(len(z)), layer].double().log_softmax(-1)
-    least = torch.tensor([math.log(of_row(relative_top, t)) for t in range(len(z))], dtype=torch.float64)[:, None]
-    plausible = log_p >= log_p.amax(-1, keepdim=True) + least - 2.0**-20
+    plausible = warpers.min_p(z, relative_top)
     return torch.where(plausible, log_p - log_q, -torch.inf)
 
 
 def contrastive(z: Tensor, similarity: Tensor, k: int, alpha: Any, confidence: str = "logprob") -> Tensor:
     """float64 `[T, V]`: `(1 - a) confidence - a similarity` `[T, V]` for the first k in the total order, else -inf."""
-    a = torch.tensor([of_row(alpha, t) for t in range(len(z))], dtype=torch.float64)[:, None]
+    a = warpers.per_row(alpha, z)
     log_p = z.double().log_softmax(-1)
     score = (1 - a) * (log_p if confidence == "logprob" else log_p.exp()) - a * similarity.double()
-    score = torch.where(z > -torch.inf, score, -torch.inf)
-    best = z.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    return torch.full_like(score, -torch.inf).scatter(1, best, score.gather(1, best))
+    return torch.where(warpers.top_k(z, k), score, -torch.inf)
 
 
 def of_row(value: Any, t: int) -> Any:

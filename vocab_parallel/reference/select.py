@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CLOSE = 2.0**-20  # of a threshold: as near counts as reached
+CLOSE = 2.0**-20  # of a threshold: as near counts as reached (`select.masses.CLOSE`)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -30,13 +30,27 @@ def nucleus(
     p: Tensor,  # [T]
 ) -> Tensor:
     """Bool `[T, V]`: the smallest prefix of the total order with a mass of p, the id that crosses p among it."""
-    values, ids = in_order(logits)
-    mass = values.double().softmax(-1)
+    return prefix(logits, logits, p)
+
+
+def prefix(
+    logits: Tensor,  # [T, V]
+    order: Tensor,  # [T, V]
+    p: Tensor,  # [T]
+) -> Tensor:
+    """As `nucleus`, by `order` descending, then id ascending, in place of the total order."""
+    ids = in_order(order)[1]
+    mass = logits.double().softmax(-1).gather(-1, ids)
     p = p.double()[:, None]
     before = mass.cumsum(-1) - mass
-    kept = (before < p - torch.minimum(p, 1 - p) * _CLOSE) | (p == 1)
+    kept = (before < p - torch.minimum(p, 1 - p) * CLOSE) | (p == 1)
     kept[:, 0] = True
     return torch.zeros_like(kept).scatter(-1, ids, kept)
+
+
+def rank(order: Tensor) -> Tensor:
+    """int64: the place of each column, the largest first, then the smaller id."""
+    return in_order(order)[1].argsort(-1)
 
 
 def draw(
@@ -63,8 +77,7 @@ def sample(
     z = logits if logits.dtype == torch.float64 else logits.float()
     cold = temperature < 2.0**-64
     z = z / torch.where(cold, 1.0, temperature).to(z.dtype)[:, None]
-    place = in_order(z)[1].argsort(-1)
-    z = z.masked_fill(place >= torch.where(cold, 1, top_k)[:, None], -torch.inf)
+    z = z.masked_fill(rank(z) >= torch.where(cold, 1, top_k)[:, None], -torch.inf)
     z = z.masked_fill(~nucleus(z, top_p), -torch.inf)
-    floor = z.double().amax(-1) + min_p.double().log() - _CLOSE
+    floor = z.double().amax(-1) + min_p.double().log() - CLOSE
     return draw(z.masked_fill(z < floor[:, None], -torch.inf), bits)

@@ -1,7 +1,6 @@
-"""The oracle of warpers and controllers: sorts the whole row, float64 throughout.
+"""The oracle of warpers and controllers: whole rows `[T, V]`, float64 throughout.
 
-Every function takes whole logits `[T, V]` and parameters that are a number or one a row `[T]`. A threshold counts as
-reached within one part in 2**20, as in the sharded code: `select.masses.CLOSE`.
+Parameters are a number or one a row `[T]`. A threshold counts as reached within one part in 2**20.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CLOSE = 2.0**-20
+from vocab_parallel.reference.select import CLOSE, prefix, rank
 
 
 def temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
@@ -27,7 +26,7 @@ def top_k(logits: Tensor, k: float | Tensor) -> Tensor:
 
 def top_p(logits: Tensor, p: float | Tensor) -> Tensor:
     """Kept: the smallest prefix by value descending, then id ascending, whose mass reaches p."""
-    return prefix(logits, logits, p)
+    return within(logits, logits, p)
 
 
 def min_p(logits: Tensor, min_p: float | Tensor) -> Tensor:
@@ -39,7 +38,7 @@ def min_p(logits: Tensor, min_p: float | Tensor) -> Tensor:
 def typical(logits: Tensor, p: float | Tensor) -> Tensor:
     """Kept: the smallest prefix by `|-log p_v - H|` (rounded to float32) ascending, then id, whose mass reaches p."""
     surprise = -logits.double().log_softmax(1)
-    return prefix(logits, -(surprise - entropy(logits)[:, None]).abs().float(), p)
+    return within(logits, -(surprise - entropy(logits)[:, None]).abs().float(), p)
 
 
 def epsilon(logits: Tensor, epsilon: float | Tensor) -> Tensor:
@@ -83,18 +82,9 @@ def mirostat_v2_step(logits: Tensor, kept: Tensor, token: Tensor, mu: Tensor, ta
     return mu - eta * (-among.log2() - tau)
 
 
-def rank(order: Tensor) -> Tensor:
-    """Place `[T, V]` of each column: larger first, then the smaller id."""
-    return torch.sort(order, dim=1, descending=True, stable=True).indices.argsort(1)
-
-
-def prefix(logits: Tensor, order: Tensor, p: float | Tensor) -> Tensor:
-    """Kept: the smallest prefix of `rank(order)` whose mass reaches p; everything at p 1."""
-    share, place = per_row(p, logits), rank(order)
-    own = softmax(logits)
-    before = own.gather(1, place.argsort(1)).cumsum(1).gather(1, place) - own
-    target = share - torch.minimum(share, 1 - share) * CLOSE
-    return logits.isfinite() & ((before < target) | (share >= 1))
+def within(logits: Tensor, order: Tensor, p: float | Tensor) -> Tensor:
+    """Kept: what is finite of the smallest prefix by `order` whose mass reaches p."""
+    return prefix(logits, order, per_row(p, logits)[:, 0]) & logits.isfinite()
 
 
 def floor(logits: Tensor, least: Tensor) -> Tensor:

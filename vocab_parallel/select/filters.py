@@ -16,7 +16,8 @@ from vocab_parallel.select.scores import Scores, peak_of, top_candidates, with_l
 
 MIN_TEMPERATURE = 2.0**-64  # below it a row is greedy: a quotient would overflow, and be one-hot anyway
 MAX_CANDIDATES = 1024  # of a row, that every rank takes over
-_CERTIFIED = 64  # candidates that top-p tries first
+_CERTIFIED = 64  # candidates that top-p tries first; then, where they are few beside a rank's columns, 1,024
+_WORTH_MORE = 16 * MAX_CANDIDATES  # columns of a rank: 17 KiB in all are less than a gather of bfloat16
 
 
 def temper(
@@ -78,11 +79,14 @@ def keep_top_p(
     A prefix whose mass is below p by less than 2**-20 of min(p, 1 - p) has reached it.
 
     Returns:
-        Candidates that every rank holds, if the best 64 of each row hold its prefix.
+        Candidates that every rank holds, if the best 64 of each row hold its prefix, or if none's do and the best
+        1,024 of each.
 
     Collectives:
-        All-gathers of 512 bytes a row (its best 64; 1,024 for float64) and 8. For the rows whose prefix is longer those
-        of `smallest_prefix`. Where errors are deferred the peak's instead of the first, and the last for all rows.
+        All-gathers of 512 bytes a row (its best 64) and 8. For the rows whose prefix is longer one of 8,192 (their best
+        1,024), if a rank has 16,384 columns; and for those whose prefix is longer still, or if it has fewer, those of
+        `smallest_prefix`. float64 candidates count twice. Where errors are deferred: the peak's, the 8 and the last,
+        for all rows.
 
     Source: Holtzman et al., The curious case of neural text degeneration (2020), equation 2.
     """
@@ -105,20 +109,32 @@ def nucleus(scores: Scores, p: Tensor) -> tuple[Scores, Masses, Tensor, Scores |
         masses = measure(scores)
         mask = smallest_prefix(scores, scores.values, masses, reach(masses.total, p), by_value=True)
         return scores, masses, mask | off[:, None], None
+    mask, every = torch.zeros_like(scores.values, dtype=torch.bool), None
     best = with_masses(top_candidates(scores, min(_CERTIFIED, scores.vocab_size)))
     scores = replace(scores, largest=best.largest, peak=best.peak)
-    masses = measure(scores)
+    masses, rows = measure(scores), torch.arange(scores.rows, device=p.device)
+    more = scores.vocab_size // scores.channel.size >= _WORTH_MORE
     target = reach(masses.total, p)
-    assert best.masses is not None
-    held = best.masses.to(torch.int64).sum(1) >= target
-    best = best.keep(smallest_prefix(best, best.values, masses, target))
-    mask = _among(scores, best) | off[:, None]
-    rows = (~held & ~off).nonzero()[:, 0]
+    while True:
+        assert best.masses is not None
+        held = best.masses.to(torch.int64).sum(1) >= target[rows]
+        best = best.keep(smallest_prefix(best, best.values, _of_rows(masses, rows), target[rows]))
+        mask[rows] = _among(scores if len(rows) == scores.rows else scores.at(rows), best)
+        if len(rows) == scores.rows and not some_off and bool(held.all()):
+            every = best
+        rows = rows[~held & ~off[rows]]
+        if len(rows) == 0 or not more:
+            break
+        best, more = with_masses(top_candidates(scores.at(rows), MAX_CANDIDATES)), False
     if len(rows):
-        fewer = masses._replace(largest=masses.largest[rows], total=masses.total[rows])
         part = scores.at(rows)
-        mask[rows] = smallest_prefix(part, part.values, fewer, target[rows], by_value=True)
-    return scores, masses, mask, None if some_off or len(rows) else best
+        mask[rows] = smallest_prefix(part, part.values, _of_rows(masses, rows), target[rows], by_value=True)
+    return scores, masses, mask | off[:, None], every
+
+
+def _of_rows(masses: Masses, rows: Tensor) -> Masses:
+    """What `smallest_prefix` needs of these rows' masses."""
+    return masses._replace(largest=masses.largest[rows], total=masses.total[rows])
 
 
 def keep_min_p(

@@ -10,9 +10,9 @@ from torch import Tensor
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.headers import checksum
 from vocab_parallel.select.filters import nucleus
-from vocab_parallel.select.masses import masses_of
+from vocab_parallel.select.masses import Masses, masses_of
 from vocab_parallel.select.parameters import row_values
-from vocab_parallel.select.scores import describe, open_scores, rows_of
+from vocab_parallel.select.scores import Scores, describe, open_scores, rows_of
 from vocab_parallel.shard import VocabShard
 
 
@@ -53,9 +53,10 @@ def top_p(
         `Nucleus`.
 
     Collectives:
-        All-gathers of 512 bytes a row (its best 64; 1,024 for float64), 8 (mass) and 32 (result). For the rows whose
-        nucleus is larger 8 of 128 more, or 4 of 2,048 where a rank has 8,192 columns (twice as many for float64). None
-        at tp_size 1.
+        All-gathers of 512 bytes a row (its best 64), 8 (mass) and 32 (result). For the rows whose
+        nucleus is larger, where a rank has 16,384 columns: one of 8,192 (their best 1,024), and for those whose is
+        larger still 4 of 2,048; where it has 8,192: 4 of 2,048; where it has fewer: 8 of 128. float64 candidates count
+        twice, and its searches take twice as many. None at tp_size 1.
 
     Raises:
         ValueError: On every rank: a p out of range, with its row.
@@ -79,9 +80,13 @@ def top_p(
         if fault is not None:
             raise fault
     scores, masses, mask, _ = nucleus(scores, part)
-    mask = mask & (scores.values > -torch.inf)
-    kept = scores.values.masked_fill(~mask, torch.inf)
-    lowest = kept.amin(1) if kept.shape[1] else kept.new_full((rows,), torch.inf)
+    return _whole(logits, shard, scores, masses, mask & (scores.values > -torch.inf))
+
+
+def _whole(logits: Tensor, shard: VocabShard, scores: Scores, masses: Masses, mask: Tensor) -> Nucleus:
+    """What the ranks' parts `mask` `[T, n]` amount to. One all-gather of 32 bytes a row."""
+    kept = (scores.values + 0.0).masked_fill(~mask, torch.inf)  # -0.0 is 0.0: which is met first depends on the ranks
+    lowest = kept.amin(1) if kept.shape[1] else kept.new_full((scores.rows,), torch.inf)
     last = torch.where(kept == lowest[:, None], scores.token_ids, -1)
     mass = masses_of(scores.values, masses.largest[:, None], masses.bits).mul_(mask).sum(1)
     found = torch.stack(
@@ -92,7 +97,7 @@ def top_p(
     threshold = values.amin(0)
     last_id = torch.where(values == threshold, every[:, 1], -1).amax(0)
     shape = logits.shape[:-1]
-    whole = torch.zeros(rows, shard.shard_size, dtype=torch.bool, device=logits.device)
+    whole = torch.zeros(scores.rows, shard.shard_size, dtype=torch.bool, device=logits.device)
     whole[:, : shard.num_valid] = mask
     return Nucleus(
         threshold.to(logits.dtype).view(shape),

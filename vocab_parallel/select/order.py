@@ -22,12 +22,13 @@ _SMALL = 1 << 18  # columns of all rows
 FEW_ROWS = 16
 
 
-def best_columns(values: Tensor, token_ids: Tensor, k: int) -> Tensor:
+def best_columns(values: Tensor, token_ids: Tensor, k: int, *, may_read: bool = False) -> Tensor:
     """The best k columns of each row as what travels: int64 `[1, T, k]`, `[2, T, k]` for float64.
 
     Args:
         values: `[T, n]` float32 or float64; n may be below k, or 0.
         token_ids: int64 `[n]` or `[T, n]`, ascending.
+        may_read: Whether the host may look at values, which can spare it the keys.
     """
     rows, columns = values.shape
     if k == 1:
@@ -40,7 +41,7 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int) -> Tensor:
         return out
     if columns > 2 * k * _BLOCK:
         values, token_ids = _narrowed(values, token_ids, k)
-    if planes == 1 and values.numel() <= _SMALL:  # where ties leave no doubt, the library's order of values will do
+    if may_read and planes == 1 and values.numel() <= _SMALL:  # without ties the library's order of values will do
         top = values.topk(found, dim=1)
         if bool(((values >= top.values[:, -1:]).sum(1) == found).all()):
             out[0, :, :found] = pack(top.values, ids_at(token_ids, top.indices))

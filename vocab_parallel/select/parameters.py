@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ def row_values(
         rows: T.
         name: For messages.
         low, high: Both allowed, `low` unless `low_open`.
-        integer: int64 values, and nothing but integers taken; else float64.
+        integer: int64 values, and nothing but such integers taken; else float64.
 
     Raises:
         ValueError: Names the row and the value that is no such number, or the lengths that differ.
@@ -34,10 +36,11 @@ def row_values(
     if isinstance(given, Tensor):
         given = given.tolist()
     each = isinstance(given, Sequence) and not isinstance(given, str)
-    values = list(given) if each else [given]  # type: ignore[call-overload]
+    values: list[Any] = list(given) if each else [given]  # type: ignore[call-overload]
     if each and len(values) != rows:
         raise ValueError(f"{name} has {len(values)} values for {rows} rows: give one number, or one for each row.")
-    wanted = (int,) if integer else (int, float)
+    wanted = numbers.Integral if integer else numbers.Real
+    high = min(high, 2**63 - 1) if integer else high
     for row, value in enumerate(values):
         good = isinstance(value, wanted) and not isinstance(value, bool)
         if not good or not (low < value if low_open else low <= value) or not value <= high:
@@ -45,7 +48,6 @@ def row_values(
             interval = f"{'(' if low_open else '['}{low:g}, {high:g}]"
             kind = "an integer" if integer else "a number"
             raise ValueError(f"{name}{where} must be {kind} in {interval}, got {value!r}")
-    dtype = torch.int64 if integer else torch.float64
-    if not each:
-        return torch.full((rows,), values[0], dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, device=device)
+    words = [int(value) if integer else float(value) for value in values]
+    filled = torch.tensor(words, dtype=torch.int64 if integer else torch.float64, device=device)
+    return filled if each else filled.expand(rows).clone()

@@ -79,10 +79,7 @@ def _threshold(
     """
     need, threshold = target, torch.zeros_like(target)
     tied = torch.empty(0)
-    bits, digit_bits = (
-        torch.iinfo(key.dtype).bits,
-        8 if scores.vocab_size // scores.channel.size >= _MANY_COLUMNS else 4,
-    )
+    bits, digit_bits = torch.iinfo(key.dtype).bits, 8 if _many_columns(scores) else 4
     bins = 1 << digit_bits
     for shift in range(bits - digit_bits, -1, -digit_bits):
         sign = bins // 2 if shift == bits - digit_bits else 0  # of the first digit: keys are signed
@@ -122,3 +119,8 @@ def _sums_before(rows: Tensor, mass: Tensor, count: int) -> Tensor:
     """For each entry of a list sorted by row: the mass of its row's entries before it. (Wrapping sums are exact.)"""
     of_rows = torch.zeros(count, dtype=torch.int64, device=mass.device).index_add_(0, rows, mass)
     return mass.cumsum(0) - mass - (of_rows.cumsum(0) - of_rows)[rows]
+
+
+def _many_columns(scores: Scores) -> bool:
+    """Whether 8 KiB a row are little beside what a gather of this rank's columns would send."""
+    return scores.vocab_size // scores.channel.size >= _MANY_COLUMNS

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.headers import checksum
-from vocab_parallel.select.filters import keep_min_p, keep_top_k, keep_top_p, temper
+from vocab_parallel.select.filters import MIN_TEMPERATURE, keep_min_p, keep_top_k, keep_top_p, temper
 from vocab_parallel.select.masses import Masses, masses_of, measure
 from vocab_parallel.select.order import FEW_ROWS, NONE, best_of_words, column_keys, ids_at, merge, words_of
 from vocab_parallel.select.parameters import row_values
@@ -69,8 +69,11 @@ def sample(
         `Sample`: the tokens, and the streams to go on with.
 
     Collectives:
-        All-gathers of 8 bytes a row: best, mass, token (best and token 16 for float64). Top-k one of 8 k (16 k), after
-        which every rank holds the candidates and there are no more; top-p those of `top_p`. None at tp_size 1.
+        All-gathers of 8 bytes a row: best, mass, token (best and token 16 for float64). None at tp_size 1.
+        Top-k: one of 8 k (16 k) in place of the best's. If it cuts every row, to 1,024 at most, every rank holds all
+        candidates and no more follow.
+        Top-p: one of 512 (1,024) in place of the best's, and the mass. If that holds every row's nucleus, no more
+        follow; else the search, see `top_p`, then mass and token.
 
     Raises:
         ValueError: On every rank: a parameter out of range, with row and value; streams of another number of rows.
@@ -87,11 +90,8 @@ def sample(
         same = checksum(torch.stack([*(one.cpu() for one in streams.words), *bits]))
     except ValueError as error:
         fault = error
-    scores = open_scores(
-        logits, shard, f"sample(logits {describe(logits)}, {', '.join(values)})",
-        kind="select" if top_k is None and top_p is None else "candidates",
-        checksum=same, may_hide_nan=False,
-    )  # fmt: skip
+    words = f"sample(logits {describe(logits)}{_in_words(values, shard.vocab_size)})"
+    scores = open_scores(logits, shard, words, kind="sample", checksum=same, may_hide_nan=False)
     with scores.channel.guard():
         if fault is not None:
             raise fault
@@ -118,7 +118,7 @@ def draw(scores: Scores, streams: Streams, *, active: Tensor | None = None) -> D
     at = _scaled(streams.bits().to(scores.values.device), masses.total)  # in [0, total)
     if scores.channel.size == 1:
         column = _column_at(scores, masses, at)[:, None]
-        values, token_ids = scores.values.gather(1, column), ids_at(scores.token_ids, column)
+        values, token_ids = scores.values.gather(1, column) + 0.0, ids_at(scores.token_ids, column)
     else:
         if may_use_words(scores):
             return _drawn_by_words(scores, masses, at, streams.advanced(active), active)
@@ -176,10 +176,26 @@ def _checked(given: dict[str, object], rows: int) -> dict[str, Tensor]:
     return values
 
 
+def _in_words(values: dict[str, Tensor], vocab_size: int) -> str:
+    """The parameters by name, with what of their values decides on the collectives (see `deferral.Plan`)."""
+    words = ""
+    for name, one in values.items():
+        words += f", {name}"
+        if name == "temperature" and bool((one < MIN_TEMPERATURE).any()):
+            words += " with greedy rows"
+        elif name == "top_k":
+            cut = [k for k in one.tolist() if k < vocab_size]
+            words += f" of {'all' if len(cut) == len(one) else 'some'} rows up to {max(cut, default=0)}"
+        elif name == "top_p" and bool((one >= 1.0).all()):
+            words += " off"
+    return words
+
+
 def _scaled(bits: Tensor, total: Tensor) -> Tensor:
     """`floor(bits * total / 2**62)`, both int64 below 2**62, without losing a bit: in halves of 31."""
     if bits.device.type == "cpu" and len(bits) <= FEW_ROWS:
-        return torch.tensor([one * other >> 62 for one, other in zip(bits.tolist(), total.tolist(), strict=True)])
+        each = zip(bits.tolist(), total.tolist(), strict=True)
+        return torch.tensor([one * other >> 62 for one, other in each], dtype=torch.int64)
     low = (1 << 31) - 1
     a, b, c, d = bits >> 31, bits & low, total >> 31, total & low
     carry = ((a * d & low) + (b * c & low) + (b * d >> 31)) >> 31

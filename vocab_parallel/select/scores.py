@@ -195,7 +195,7 @@ def peak_of(scores: Scores) -> Peak:
     if may_use_words(scores):
         words = best_words(scores.values, scores.token_ids)
         return Peak(*best_of_words(scores.channel.gather_words(words, scores.values.device)))
-    values, ids = _best(scores, 1)
+    values, ids = best(scores, 1)
     return Peak(values[:, 0], ids[:, 0])
 
 
@@ -221,7 +221,7 @@ def top_candidates(scores: Scores, k: int) -> Scores:
     Collectives:
         One all-gather of `8 k` bytes a row (`16 k` for float64); none if every rank holds the columns already.
     """
-    values, ids = _best(scores, k)
+    values, ids = best(scores, k)
     peak = Peak(values[:, 0], ids[:, 0])
     unused = ids.gt(scores.vocab_size) | ids.lt(0)
     ids = torch.where(unused, scores.vocab_size, ids)
@@ -292,6 +292,7 @@ def require_support(
     scores.channel.judge(flags, error, describe)
 
 
-def _best(scores: Scores, k: int) -> tuple[Tensor, Tensor]:
-    gathered = scores.channel.gather(best_columns(scores.values, scores.token_ids, k))
-    return merge(gathered, k)
+def best(scores: Scores, k: int) -> tuple[Tensor, Tensor]:
+    """Values and ids `[T, k]` of the best of each row, best first. One all-gather of 8 k bytes a row."""
+    may_read = not scores.channel.group.defers(scores.values.device)
+    return merge(scores.channel.gather(best_columns(scores.values, scores.token_ids, k, may_read=may_read)), k)

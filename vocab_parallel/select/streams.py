@@ -63,7 +63,7 @@ class Streams:
             shard: Whose ranks must have the same streams; needed for a seed of None at tp_size above 1.
 
         Collectives:
-            With `shard` one all-gather of a header, and of 8 bytes a row if a seed is None.
+            With `shard` one all-gather of 8 bytes a row.
 
         Raises:
             ValueError: A seed or request that is no 64-bit integer.

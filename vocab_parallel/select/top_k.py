@@ -8,8 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
-from vocab_parallel.select.order import best_columns, merge
-from vocab_parallel.select.scores import Peak, describe, open_scores, require_support
+from vocab_parallel.select.scores import Peak, best, describe, open_scores, require_support
 from vocab_parallel.shard import VocabShard
 
 
@@ -45,12 +44,10 @@ def top_k(
         NonFiniteError, LayoutMismatchError, ValueError: On every rank: a row with NaN or without a finite logit; not
             this rank's columns; k outside `[1, vocab_size]`.
     """
-    scores = open_scores(
-        logits, shard, f"top_k(logits {describe(logits)}, k={k})", kind="candidates", may_hide_nan=False
-    )
+    scores = open_scores(logits, shard, f"top_k(logits {describe(logits)}, k={k})", may_hide_nan=False)
     with scores.channel.guard():
         _check_k(k, shard.vocab_size)
-    values, token_ids = merge(scores.channel.gather(best_columns(scores.values, scores.token_ids, k)), k)
+    values, token_ids = best(scores, k)
     require_support(replace(scores, peak=Peak(values[:, 0], token_ids[:, 0])), values[:, 0])
     shape = (*logits.shape[:-1], k)
     return TopK(values.to(logits.dtype).view(shape), token_ids.view(shape))

@@ -146,7 +146,9 @@ def _compared(results: dict[str, Any], ids: dict[str, Tensor]) -> dict[str, Any]
 
 
 def _report(config: SelectConfig, job: Job, points: list[dict[str, Any]]) -> dict[str, Any]:
-    slower, slower_small, other = [], [], []
+    slower: list[str] = []
+    slower_small: list[str] = []
+    other: list[str] = []
     for point in points:
         counts = point["rows"] * point["vocab"] * 4 // job.world >= FROM_BYTES
         for operation, results in point["operations"].items():

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
-from vocab_parallel.decode.diagnostics.reliability import Known, Reliability, Rows, check_bins, check_temperature
+from vocab_parallel.decode.diagnostics.reliability import Known, Reliability, Rows, check_temperature
+from vocab_parallel.decode.search.searching import at_least_one
 from vocab_parallel.select.channel import Channel
 from vocab_parallel.select.scores import nan_found
 from vocab_parallel.shard import VocabShard
@@ -48,7 +49,7 @@ def reliability(
         `Reliability`, the same on every rank and at every TP size; add those of further batches to it.
 
     Collectives:
-        Three all-gathers, of 8, 8 and 32 bytes a row (16, 16 and 32 for float64). None at tp_size 1.
+        Three all-gathers, of 8, 8 and 32 bytes a row (16, 8 and 32 for float64). None at tp_size 1.
 
     Raises:
         TargetRangeError, NonFiniteError, LayoutMismatchError, ValueError: On every rank.
@@ -59,7 +60,7 @@ def reliability(
     call = f"reliability(temperature={temperature}, bins={bins}, ignore_index={ignore_index})"
     channel = Channel(shard, call, found=nan_found(logits, shard))
     with channel.guard():
-        check_bins(bins)
+        at_least_one(bins=bins)
         check_temperature(temperature)
         batch = Rows.open(logits, target, channel, shard, ignore_index)
     return batch.learn().at(temperature).curve(bins)
@@ -126,11 +127,11 @@ def fit_temperature(
         `FittedTemperature`, the same on every rank and at every TP size.
 
     Collectives:
-        For each batch: two all-gathers of 8 bytes a row at first, then one of 32 for each evaluation (of its rows; a
-        64-byte header more). None at tp_size 1.
+        For each batch: two all-gathers of 8 bytes a row (16 and 8 for float64) at first, then one of 32 for each
+        evaluation; where `batches` is a function, a header for each evaluation. None at tp_size 1.
 
     Memory:
-        A float64 copy of one batch's logits, and 41 bytes for each row.
+        A float64 copy of one batch's logits, and 17 bytes for each row.
 
     Raises:
         TargetRangeError, NonFiniteError, LayoutMismatchError, ValueError: On every rank: also a target whose score is
@@ -139,7 +140,10 @@ def fit_temperature(
     Source:
         Guo et al. 2017 (arXiv:1706.04599), section 4.2.
     """
-    call = f"fit_temperature(bounds={bounds}, tolerance={tolerance}, max_evaluations={max_evaluations}, bins={bins})"
+    call = (
+        f"fit_temperature(bounds={bounds}, tolerance={tolerance}, max_evaluations={max_evaluations}, bins={bins}, "
+        f"ignore_index={ignore_index})"
+    )
     with Channel(shard, call).guard():
         _check_fit(bounds, tolerance, max_evaluations, bins)
     problem = _Problem(batches, shard, call, ignore_index, bins)
@@ -256,6 +260,4 @@ def _check_fit(bounds: tuple[float, float], tolerance: float, max_evaluations: i
         raise ValueError(f"bounds must be temperatures low <= 1 <= high, low above 0 and below high, got {bounds}")
     if not 0.0 < tolerance < 1.0:
         raise ValueError(f"tolerance must be in (0, 1), got {tolerance}")
-    if max_evaluations < 1:
-        raise ValueError(f"max_evaluations must be at least 1, got {max_evaluations}")
-    check_bins(bins)
+    at_least_one(max_evaluations=max_evaluations, bins=bins)

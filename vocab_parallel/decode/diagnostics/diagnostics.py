@@ -66,7 +66,7 @@ def diagnose(
 
     Args:
         logits: This rank's columns; padding columns are never read.
-        temperature: Divides the logits; at least 2**-100. One number, or one a row.
+        temperature: Divides the logits; at least 2**-100, finite in their dtype. One number, or one a row.
 
     Returns:
         `Diagnostics`, the same bits on every rank and at every TP size.
@@ -76,7 +76,7 @@ def diagnose(
 
     Raises:
         NonFiniteError, LayoutMismatchError, ValueError: On every rank: a row with NaN or without a finite logit; not
-            this rank's columns; a temperature under 2**-100.
+            this rank's columns; a temperature out of bounds.
 
     Source:
         Energy: Liu et al. 2020 (arXiv:2010.03759), equation 4.
@@ -88,7 +88,8 @@ def diagnose(
     shape = list(getattr(logits, "shape", ()))
     scores = open_scores(logits, shard, f"diagnose(logits {shape}, temperature {said})", checksum=sum_of)
     with scores.channel.guard():
-        divisor = row_values(given, scores.rows, "temperature", low=2.0**-100, device=scores.values.device)
+        high, device = torch.finfo(scores.values.dtype).max, scores.values.device
+        divisor = row_values(given, scores.rows, "temperature", low=2.0**-100, high=high, device=device)
     found = diagnose_scores(scores.with_values(scores.values / divisor.to(scores.values.dtype)[:, None]), divisor)
     return Diagnostics(*(each.view(logits.shape[:-1]) for each in found))
 

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from vocab_parallel.agreement import checksum
-from vocab_parallel.arguments import check_target, target_found
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.decode.diagnostics.translator import Translator, check_hidden, check_norm
+from vocab_parallel.decode.search.searching import at_least_one
+from vocab_parallel.errors import LayoutMismatchError, TokenRangeError
 from vocab_parallel.head import VocabParallelLMHead
 from vocab_parallel.loss import chunk_rows
 from vocab_parallel.select.channel import Channel
 from vocab_parallel.select.masses import measure
-from vocab_parallel.select.scores import Peak, Scores, nan_found, require_support, top_candidates, value_at
+from vocab_parallel.select.scores import Peak, Scores, describe, nan_found, require_support, top_candidates, value_at
 
 
 class LayerReadings(NamedTuple):
@@ -66,7 +67,7 @@ def logit_lens(
         head: Its projection and bias are applied too.
         norm_name: What the norm is called in the result.
         target: Ids whose log-probability and rank are wanted, one a row for all layers.
-        translator: Maps each layer's rows first (its layers are these, in order).
+        translator: Maps each layer's rows first. Its layers are these, in order, and its norm has this name.
         rows_at_once: How many rows of logits are held at a time. None: 128 MiB of them.
 
     Returns:
@@ -87,16 +88,19 @@ def logit_lens(
     shard = head.shard
     words = f"logit_lens(k={k}, norm_name={norm_name!r}, target={target is not None}, rows_at_once={rows_at_once})"
     shape = list(getattr(hidden_by_layer, "shape", ()))
-    opening = Channel(shard, f"{words} of {shape}", checksum=0 if target is None else _checksum(target))
+    opening = Channel(
+        shard, f"{words} of {shape}", checksum=checksum(target) if target is not None and _is_ids(target) else 0
+    )
     with opening.guard():
         check_hidden(hidden_by_layer)
         check_norm(norm, norm_name)
         _check(k, target, hidden_by_layer, head, rows_at_once)
         if translator is not None:
             translator.check_layers(len(hidden_by_layer))
+            translator.check_norm_name(norm_name)
     opening.open(device=hidden_by_layer.device)
     hidden = hidden_by_layer.detach().flatten(1, -2)
-    ids = None if target is None else target.detach().reshape(-1).to(torch.int64)
+    ids = None if target is None else target.reshape(-1).to(torch.int64)
     step = rows_at_once or chunk_rows(shard, torch.float32, None)
     layers = []
     for layer, rows in enumerate(hidden):
@@ -121,11 +125,11 @@ def _read(scores: Scores, k: int, target: Tensor | None) -> list[Tensor]:
     masses = measure(scores.with_values(scores.values, largest=peak.values), moments=True)
     # candidates come by id: back into the total order
     values, at = best.values.sort(dim=1, descending=True, stable=True)
-    found = [best.token_ids.gather(1, at), values.double() - masses.lse[:, None], masses.entropy]
+    found = [best.token_ids.gather(1, at), masses.logprob(values), masses.entropy]
     if target is None:
         return found
     value = value_at(scores, target)
-    return [*found, value.double() - masses.lse, 1 + _before(scores, Peak(value, target))]
+    return [*found, masses.logprob(value), 1 + _before(scores, Peak(value, target))]
 
 
 def _before(scores: Scores, entry: Peak) -> Tensor:
@@ -135,25 +139,22 @@ def _before(scores: Scores, entry: Peak) -> Tensor:
     return scores.channel.gather(before.sum(1)).sum(0)
 
 
-def _check(
-    k: object, target: Tensor | None, hidden: Tensor, head: VocabParallelLMHead, rows_at_once: int | None
-) -> None:
+def _check(k: int, target: Tensor | None, hidden: Tensor, head: VocabParallelLMHead, rows_at_once: int | None) -> None:
     shard = head.shard
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
-        raise ValueError(f"k must be an integer in [1, {shard.vocab_size}] (the vocabulary), got {k!r}")
-    if rows_at_once is not None and rows_at_once < 1:
-        raise ValueError(f"rows_at_once must be at least 1, got {rows_at_once}")
+    at_least_one(k=k, rows_at_once=1 if rows_at_once is None else rows_at_once)
+    if k > shard.vocab_size:
+        raise ValueError(f"k must be at most {shard.vocab_size} (the vocabulary), got {k}")
     if target is None:
         return
-    check_target(target, shard, -1)
-    found = target_found(target, shard, -1)
-    row, value = found.words.tolist() if found is not None else (-1, 0)
-    if found is not None and row >= 0:
-        raise found.describe(row, value)
-    if target.shape != hidden.shape[1:-1]:
-        raise ValueError(f"target {list(target.shape)} must be one id a row: {list(hidden.shape[1:-1])}")
+    if not _is_ids(target) or target.shape != hidden.shape[1:-1]:
+        raise LayoutMismatchError(
+            f"target must be one integer id a row, {list(hidden.shape[1:-1])}: {describe(target)}"
+        )
+    outside = ((target < 0) | (target >= shard.vocab_size)).flatten()
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise TokenRangeError(f"target {int(target.flatten()[row])} at row {row} is outside [0, {shard.vocab_size})")
 
 
-def _checksum(target: object) -> Tensor | int:
-    good = isinstance(target, Tensor) and not target.is_floating_point()
-    return checksum(target) if good and isinstance(target, Tensor) else 0
+def _is_ids(target: object) -> bool:
+    return isinstance(target, Tensor) and not target.is_floating_point() and target.dtype != torch.bool

@@ -12,6 +12,7 @@ from vocab_parallel.agreement import checksum, first_row
 from vocab_parallel.arguments import check_logits, check_target, target_found
 from vocab_parallel.errors import LayoutMismatchError, NonFiniteError
 from vocab_parallel.select.channel import Channel
+from vocab_parallel.select.logarithm import exact_log
 from vocab_parallel.select.masses import Masses, measure
 from vocab_parallel.select.scores import Scores, peak_of, require_support, value_at
 from vocab_parallel.shard import VocabShard
@@ -119,12 +120,6 @@ def _added(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def check_bins(bins: object) -> None:
-    """Raises unless `bins` is an integer of at least 1."""
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins must be an integer of at least 1, got {bins!r}")
-
-
 def check_temperature(temperature: object) -> None:
     """Raises unless it is a finite number above 0."""
     good = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
@@ -200,6 +195,7 @@ class Rows:
         assert known is not None
         values = scores.values.double() / temperature
         masses = measure(scores.with_values(values, largest=known.largest / temperature), moments=True)
+        scores.channel.group.raise_deferred()  # the host reads what follows
         return AtTemperature(known, self.valid, known.gap / temperature, masses)
 
     def require_reachable(self) -> None:
@@ -222,7 +218,7 @@ class AtTemperature(NamedTuple):
 
     def curve(self, bins: int) -> Reliability:
         total = self.masses.total.double() * 2.0**-self.masses.bits  # in units of the peak's
-        return Reliability.of(1.0 / total, self.known.correct, self.gap + total.log(), self.valid, bins)
+        return Reliability.of(1.0 / total, self.known.correct, self.gap + exact_log(total), self.valid, bins)
 
     def slope(self) -> int:
         """Sum of E[s] - s_target, nats in units of 2**-32."""

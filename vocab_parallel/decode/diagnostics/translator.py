@@ -27,7 +27,7 @@ class Translator(nn.Module):
     Args:
         layers: Their names, in the order of `hidden_by_layer`.
         hidden: D.
-        norm_name: The final norm that it is learned for; `logit_lens` and a loaded file show it.
+        norm_name: The final norm that it is learned for; saved with it, and `logit_lens` reads it through no other.
 
     Attributes:
         weight: `[L, D, D]`, A.
@@ -92,6 +92,13 @@ class Translator(nn.Module):
         if count != len(self.layers):
             raise LayoutMismatchError(
                 f"hidden_by_layer has {count} layers, the translator {len(self.layers)}: {', '.join(self.layers)}"
+            )
+
+    def check_norm_name(self, norm_name: str) -> None:
+        """Raises unless it is the norm that the maps were learned for."""
+        if norm_name != self.norm_name:
+            raise ValueError(
+                f"the translator is learned for the norm {self.norm_name!r}, and is asked to read through {norm_name!r}"
             )
 
     def save(self, path: str | Path) -> None:

@@ -71,7 +71,7 @@ def beam_step(
 
     Raises:
         LayoutMismatchError, ValueError, NonFiniteError, EmptySupportError: On every rank: shapes that disagree;
-            candidates < 1, or a score that is NaN or +inf; a logit that is; an active request without any token.
+            candidates < 1, or a beam score that is NaN or +inf; a logit that is; an active request without any token.
 
     Source: the class sums of `normalizer`; the joint step as in Sutskever et al. (2014), section 3.2.
     """
@@ -125,7 +125,8 @@ def expand(scores: Scores, count: int, *, normalized: bool = False) -> Expansion
     Raises:
         NonFiniteError: On every rank, for the first row with NaN or +inf.
     """
-    best = best_columns(scores.values, scores.token_ids, count)  # [1 or 2, T, count]
+    may_read = not scores.channel.group.defers(scores.values.device)
+    best = best_columns(scores.values, scores.token_ids, count, may_read=may_read)  # [1 or 2, T, count]
     planes = len(best)
     parts = best.permute(1, 0, 2).flatten(1)
     if not normalized:
@@ -162,21 +163,20 @@ def join(
     Returns:
         `BeamStep` of `[B, candidates]`; its `logprobs` are without the penalty.
     """
-    rows, beams = beam_scores.shape
-    logprobs = expansion.logprobs.view(rows, beams, -1)  # [B, K, c]
-    ids = expansion.token_ids.view(rows, beams, -1)
+    shape = (*beam_scores.shape, expansion.logprobs.shape[1])  # [B, K, c]
+    logprobs, ids = expansion.logprobs.view(shape), expansion.token_ids.view(shape)
     joint = beam_scores.double()[:, :, None] + logprobs
     if penalized is not None:
         times = (ids[..., None] == penalized[:, None, None, :]).sum(3)
         joint = joint - penalty * torch.where(ids >= 0, times, 0).double()
-    flat, per_beam = joint.flatten(1), logprobs.shape[2]
+    flat = joint.flatten(1)
     if flat.shape[1] < candidates:
         flat = torch.nn.functional.pad(flat, (0, candidates - flat.shape[1]), value=-torch.inf)
     scores, at = flat.sort(dim=1, descending=True, stable=True)  # of equal scores the smaller parent's stay first
     scores, at = scores[:, :candidates], at[:, :candidates]
     there = scores > -torch.inf
     at = torch.where(there, at, 0)
-    parents, _ = split_flat(at, per_beam)
+    parents, _ = split_flat(at, shape[2])
     return BeamStep(
         scores,
         parents,
@@ -209,9 +209,11 @@ def require_candidates(scores: Scores, active: Tensor, best: Tensor) -> None:
 def _check(scores: Scores, beam_scores: Tensor, candidates: object) -> None:
     if candidates is not None and (isinstance(candidates, bool) or not isinstance(candidates, int) or candidates < 1):
         raise ValueError(f"candidates must be an integer of at least 1, got {candidates!r}")
-    if beam_scores.dim() != 2 or beam_scores.numel() != scores.rows or not beam_scores.is_floating_point():
+    good = beam_scores.dim() == 2 and beam_scores.shape[1] > 0 and beam_scores.is_floating_point()
+    if not good or beam_scores.numel() != scores.rows:
         raise LayoutMismatchError(
-            f"beam_scores must be floating [B, K] for {scores.rows} rows of scores, got {describe(beam_scores)}"
+            f"beam_scores must be floating [B, K], K at least 1, for {scores.rows} rows of scores, got "
+            f"{describe(beam_scores)}"
         )
 
 

@@ -11,7 +11,7 @@ from vocab_parallel.collectives import uncompiled
 from vocab_parallel.decode.search.beam import BeamStep
 from vocab_parallel.decode.search.frontier import Frontier, Rules
 from vocab_parallel.decode.search.hypotheses import Coverage, Finished, LengthPenalty
-from vocab_parallel.decode.search.searching import Chain, Model, check_prompts, checksum_of, words_of
+from vocab_parallel.decode.search.searching import Chain, Model, check_prompts, checksum_of
 from vocab_parallel.decode.transforms.transform import Transform
 from vocab_parallel.select.channel import Channel
 from vocab_parallel.shard import VocabShard, device_of
@@ -71,7 +71,7 @@ def beam_search(
 
     Args:
         model: See `Model`: called once a step, for the beams of all requests.
-        prompts: The same on every rank.
+        prompts: The same on every rank; a tensor lies on the logits' device.
         length_penalty: A number is alpha of the "power" kind.
         coverage: Added to a finished hypothesis' score; needs `Stepped.attention`.
         source: For coverage, which source positions there are.
@@ -90,8 +90,8 @@ def beam_search(
         trace: Keep each step's candidates.
 
     Collectives:
-        One all-gather of a header. A step: that of `beam_step`, with `8 (groups - 1) K / groups` bytes a row more, and
-        those of the transforms. None at tp_size 1.
+        One all-gather of a header. A step: one of `104 + 8 (groups + max(1, number of eos_ids)) K / groups` bytes a
+        beam (16 for 8 with float64), and those of the transforms. None at tp_size 1.
 
     Raises:
         ValueError, TokenRangeError, NonFiniteError, EmptySupportError: On every rank: bad options or prompts, naming
@@ -102,10 +102,10 @@ def beam_search(
     """
     words = (
         f"beam_search({num_beams} beams, {max_new_tokens} tokens, eos {eos_ids}, {length_penalty}, {coverage}, "
-        f"early_stopping {early_stopping}, {groups} groups, {diversity_penalty}, {words_of(transforms)}, "
-        f"renormalize {renormalize}, {num_return})"
+        f"early_stopping {early_stopping}, {groups} groups, {diversity_penalty}, renormalize {renormalize}, "
+        f"{num_return})"
     )
-    channel = Channel(shard, words, kind="header", checksum=checksum_of(prompts))
+    channel = Channel(shard, words, kind="header", checksum=checksum_of(prompts, source))
     with channel.guard():
         penalty = length_penalty if isinstance(length_penalty, LengthPenalty) else LengthPenalty(length_penalty)
         rules = Rules(
@@ -113,15 +113,16 @@ def beam_search(
             diversity_penalty, renormalize,
         )  # fmt: skip
         rules.check(shard.vocab_size, num_return)
-        view = check_prompts(prompts, shard.vocab_size)
-        chain = Chain.start(transforms, len(view.prefix))
-        chain.check(shard.vocab_size, len(view.prefix), renormalize)
+        view = check_prompts(prompts, shard)
+        chain = Chain.start(transforms, len(view.prefix), shard.vocab_size, renormalize)
+        channel.call += f" with {chain.words}"
     channel.open(device_of(shard))
     search = Frontier(rules, shard, view, source, chain, state)
     steps: list[list[BeamStep]] = []
     while search.going:
         chosen = search.advance(model)
         steps += [chosen] if trace else []
+    shard.raise_deferred()  # NaN ends a search like a dead end does
     best = Finished.best(search.finished, num_beams if num_return is None else num_return)
     longest = int(best.lengths.max())
     return BeamResult(

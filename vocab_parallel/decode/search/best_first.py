@@ -23,7 +23,6 @@ from vocab_parallel.decode.search.searching import (
     check_ends,
     check_prompts,
     checksum_of,
-    words_of,
 )
 from vocab_parallel.decode.transforms.transform import Choice, Transform, View
 from vocab_parallel.select.channel import Channel
@@ -113,9 +112,9 @@ def best_first_search(
     """
     words = (
         f"best_first_search(queue {queue_size}, {branching}, {max_new_tokens} tokens, {max_expansions}, eos {eos_ids}, "
-        f"{length_penalty}, {admissible}, {normalize_priority}, {words_of(transforms)}, {renormalize}, {num_return})"
+        f"{length_penalty}, {admissible}, {normalize_priority}, {renormalize}, {num_return})"
     )
-    prompts = prompt[None] if isinstance(prompt, Tensor) else [prompt]
+    prompts: Tensor | list[Sequence[int]] = prompt[None] if isinstance(prompt, Tensor) else [prompt]
     channel = Channel(shard, words, kind="header", checksum=checksum_of(prompts))
     with channel.guard():
         at_least_one(
@@ -124,8 +123,9 @@ def best_first_search(
         )  # fmt: skip
         check_ends(eos_ids, shard.vocab_size)
         penalty = length_penalty if isinstance(length_penalty, LengthPenalty) else LengthPenalty(length_penalty)
-        view, chain = check_prompts(prompts, shard.vocab_size), Chain.start(transforms, 1)
-        chain.check(shard.vocab_size, 1, renormalize)
+        penalty.check(max_new_tokens)
+        view, chain = check_prompts(prompts, shard), Chain.start(transforms, 1, shard.vocab_size, renormalize)
+        channel.call += f" with {chain.words}"
     channel.open(device_of(shard))
     queue = _Queue(queue_size, num_return, max_new_tokens, penalty, heuristic, admissible, normalize_priority)
     queue.push(_Prefix((), 0.0, view, chain, state))
@@ -137,6 +137,7 @@ def best_first_search(
                 queue.finish(child, child.token_ids[-1] in eos_ids)
             else:
                 queue.push(child)
+    shard.raise_deferred()  # NaN ends a prefix like a dead end does
     return BestFirstResult(queue.finished, queue.proven, expansions, queue.dropped)
 
 

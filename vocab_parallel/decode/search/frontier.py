@@ -59,11 +59,15 @@ class Frontier:
     def advance(self, model: Model) -> list[BeamStep]:
         """One step of all beams: each group's candidates."""
         rules = self.rules
+        attends = rules.coverage.beta > 0
         scores, stepped = ask(
-            model, self.view, self.index, self.state, self.chain, self.shard, self.sums, "beam_search step"
-        )
+            model, self.view, self.index, self.state, self.chain, self.shard, self.sums, "beam_search step",
+            attends=attends,
+        )  # fmt: skip
         self.length += 1
-        self._attend(stepped)
+        if attends and stepped.attention is not None:
+            attention = stepped.attention.detach().double()
+            self.attended = attention if self.attended is None else self.attended + attention
         most = rules.candidates + (rules.groups - 1) * rules.width  # others may have taken as many
         expansion = expand(scores, most, normalized=not rules.renormalize)
         steps, lives = [], []
@@ -77,14 +81,6 @@ class Frontier:
         if self.length < rules.max_length:
             self._move(Live(*(torch.cat(parts, 1) for parts in zip(*lives, strict=True))), stepped)
         return steps
-
-    def _attend(self, stepped: Stepped) -> None:
-        if self.rules.coverage.beta == 0:
-            return
-        if stepped.attention is None:
-            raise ValueError("coverage needs the attention of each step: Stepped(logits, state, attention)")
-        attention = stepped.attention.detach().double()
-        self.attended = attention if self.attended is None else self.attended + attention
 
     def _candidates(self, expansion: Expansion, group: int, taken: Tensor) -> BeamStep:
         """The best of a group; parents are beams of the request."""
@@ -183,6 +179,7 @@ class Rules:
         if self.beams % self.groups:
             raise ValueError(f"num_beams {self.beams} must divide by groups {self.groups}")
         finite("diversity_penalty", self.diversity, 0.0)
+        self.penalty.check(self.max_length)
         if num_return is not None:
             at_least_one(num_return=num_return)
             if num_return > self.beams:

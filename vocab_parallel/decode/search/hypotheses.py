@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vocab_parallel.decode.search.normalizer import exact_log
+from vocab_parallel.select.logarithm import exact_log
 
 _NO_ATTENTION = 1e-10  # a source position's, where log 0 would rule a hypothesis out for good
 
@@ -33,9 +33,18 @@ class LengthPenalty:
         finite("alpha", self.alpha)
 
     def of(self, length: int) -> float:
-        """The divisor for `length` tokens, at least 1."""
+        """The divisor for `length` (at least 1) tokens."""
         base = float(length) if self.kind == "power" else (5.0 + length) / 6.0
         return float(base**self.alpha)
+
+    def check(self, max_length: int) -> None:
+        """Raises unless the divisors of all lengths are numbers to divide by."""
+        try:
+            good = 0.0 < self.of(max_length) < math.inf
+        except OverflowError:
+            good = False
+        if not good:
+            raise ValueError(f"alpha {self.alpha:g} is too far from 0 for {max_length} tokens: g overflows")
 
     def bound_length(self, length: int, max_length: int) -> int:
         """The length from `length` on at which a sum of at most 0 that stays as it is has its best score."""

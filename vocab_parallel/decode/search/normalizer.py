@@ -16,15 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vocab_parallel.select.logarithm import exact_log
 from vocab_parallel.select.masses import fixed_exp, mass_bits
 
 CLASSES = 12
 WORDS = 1 + CLASSES  # int64 a row and rank: the highest class as the bits of a float64, and the sums
 _WIDTH = 4.0  # nats a class
 _CACHED_ELEMENTS = 1 << 15  # that stay in cache from one elementwise pass to the next
-_SERIES = 12  # terms of the logarithm's series: below the last bit
-_LN2_HIGH = 0.6931471803691238  # 32 bits of ln 2: its multiples by an exponent are exact
-_LN2_LOW = 1.9082149292705877e-10  # the rest
 
 
 class Normalizer(NamedTuple):
@@ -34,8 +32,8 @@ class Normalizer(NamedTuple):
     log_total: Tensor
 
     def logprobs(self, values: Tensor) -> Tensor:
-        """float64 log p of `values` `[T, n]`; a large common offset costs no digits."""
-        return (values.double() - self.base[:, None]) - self.log_total[:, None]
+        """float64 log p of the rows' own `values` `[T, n]`, never above 0; a large common offset costs no digits."""
+        return ((values.double() - self.base[:, None]) - self.log_total[:, None]).clamp(max=0.0)
 
 
 def class_sums(values: Tensor, vocab_size: int) -> Tensor:
@@ -84,24 +82,3 @@ _DECAY = (
     2.061153622438558e-09, 3.775134544279098e-11, 6.914400106940203e-13, 1.2664165549094176e-14,
     2.3195228302435696e-16, 4.248354255291589e-18, 7.781132241133797e-20,
 )  # fmt: skip
-
-
-def exact_log(x: Tensor) -> Tensor:
-    """Natural logarithm of positive float64 numbers, of IEEE operations alone: the same bits wherever x stands.
-
-    Returns:
-        float64 like x, to about one unit in the last place; NaN where x is not above 0.
-
-    Source: log m = 2 artanh((m - 1) / (m + 1)) for m in [sqrt(1/2), sqrt(2)), Abramowitz and Stegun 4.1.27.
-    """
-    mantissa, exponent = torch.frexp(x)
-    low = mantissa < math.sqrt(0.5)
-    mantissa = torch.where(low, mantissa * 2, mantissa)
-    power = exponent.to(torch.float64) - low.to(torch.float64)
-    s = (mantissa - 1) / (mantissa + 1)
-    square = s * s
-    series = torch.zeros_like(s)
-    for k in reversed(range(1, _SERIES)):
-        series = series * square + square / (2 * k + 1)
-    result = power * _LN2_HIGH + (power * _LN2_LOW + (2 * s * series + 2 * s))
-    return torch.where(x > 0, result, torch.nan)

@@ -45,8 +45,14 @@ def flat_parents(parents: Tensor, beams: int | None = None) -> Tensor:
         return parents
     if parents.dim() != 2:
         raise ValueError(f"parents must be [B, K], or flat rows [R], got {list(parents.shape)}")
-    starts = torch.arange(len(parents), device=parents.device) * (parents.shape[1] if beams is None else beams)
-    return (parents + starts[:, None]).flatten()
+    count = parents.shape[1] if beams is None else beams
+    if parents.device.type == "cpu" and bool(((parents < 0) | (parents >= count)).any()):
+        row, at = ((parents < 0) | (parents >= count)).nonzero()[0].tolist()
+        raise ValueError(
+            f"parent {int(parents[row, at])} of request {row} is outside [0, {count}), its own beams: a flat index "
+            "needs flat rows [R], and other numbers of old and new beams need beams=."
+        )
+    return (parents + count * torch.arange(len(parents), device=parents.device)[:, None]).flatten()
 
 
 def _reorder(state: Any, index: Tensor, where: str) -> Any:

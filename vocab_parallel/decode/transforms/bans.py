@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from vocab_parallel.decode.transforms.columns import as_columns
 from vocab_parallel.decode.transforms.history import (
     COUNTS,
     SCOPES,
@@ -21,9 +21,11 @@ from vocab_parallel.decode.transforms.history import (
     length_of,
     places,
 )
+from vocab_parallel.decode.transforms.row_transform import LARGEST, Bounds
 from vocab_parallel.decode.transforms.transform import RowValue, View, row_values
 from vocab_parallel.select.scores import Scores
 
+_COUNT: Mapping[str, Any] = {"low": 0, "dtype": torch.int64}
 IdList = Sequence[int] | Sequence[Sequence[int]]  # for all requests, or one list for each
 
 
@@ -47,13 +49,13 @@ class Suppress(Processor):
     steps: Sequence[int] | None = None
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        self.check_rows(rows)
+        super().check(vocab_size, rows)
         self.check_ids("token_ids", vocab_size)
         if self.steps is not None:
             row_values(self.steps, len(self.steps), "suppress's steps", low=0, dtype=torch.int64)
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
-        banned = _id_table(self, "token_ids", scores)
+        banned = self.ids_like("token_ids", scores)
         if self.steps is not None:
             now = torch.isin(view.step, torch.tensor(self.steps, dtype=torch.int64, device=view.step.device))
             banned = torch.where(now[:, None], banned, -1)
@@ -78,6 +80,7 @@ class Force(Processor):
 
     name: ClassVar[str] = "force"
     hard: ClassVar[bool] = True
+    bounds: ClassVar[Bounds] = {"at": _COUNT}
     per_row: ClassVar[tuple[str, ...]] = ("token_ids", "at")
     depths: ClassVar[Mapping[str, int]] = {"token_ids": 1}
     token_ids: IdList
@@ -86,23 +89,22 @@ class Force(Processor):
     score: float | None = None
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        self.check_rows(rows)
+        super().check(vocab_size, rows)
         self.check_ids("token_ids", vocab_size)
         for row, ids in enumerate(self.for_each_row("token_ids")):
             if len(ids) == 0:
                 raise ValueError(f"force's token_ids of row {row} are empty: nothing would be legal")
-        row_values(self.at, rows or self.row_count() or 1, "force's at", low=0, dtype=torch.int64)
         check_choice(self.counts, COUNTS, "force's counts")
         if self.score is not None:
-            row_values(self.score, 1, "force's score", low=-torch.finfo(torch.float32).max)
+            row_values(self.score, 1, "force's score", low=-LARGEST, high=LARGEST)
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
-        z = scores.values
-        at = row_values(self.at, len(z), "force's at", device=z.device, dtype=torch.int64)
-        now = (length_of(view, self.counts) == at)[:, None]
+        now = (length_of(view, self.counts) == self.row("at", scores.rows, scores.values))[:, None]
         if not bool(now.any()):
             return scores
-        forced = scores.listed(_id_table(self, "token_ids", scores))
+        if self.score is not None:
+            scores = as_columns(scores)  # of the forced ids, which need not be among the candidates
+        z, forced = scores.values, scores.listed(self.ids_like("token_ids", scores))
         kept = z if self.score is None else torch.full_like(z, self.score)
         return scores.with_values(torch.where(now, torch.where(forced, kept, -torch.inf), z))
 
@@ -122,6 +124,7 @@ class MinLength(Processor):
 
     name: ClassVar[str] = "min_length"
     hard: ClassVar[bool] = True
+    bounds: ClassVar[Bounds] = {"length": _COUNT}
     per_row: ClassVar[tuple[str, ...]] = ("length", "eos_ids")
     depths: ClassVar[Mapping[str, int]] = {"eos_ids": 1}
     length: RowValue
@@ -129,18 +132,15 @@ class MinLength(Processor):
     counts: str = "generated"
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        self.check_rows(rows)
+        super().check(vocab_size, rows)
         self.check_ids("eos_ids", vocab_size)
-        row_values(self.length, rows or self.row_count() or 1, "min_length's length", low=0, dtype=torch.int64)
         check_choice(self.counts, COUNTS, "min_length's counts")
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
-        z = scores.values
-        least = row_values(self.length, len(z), "min_length's length", device=z.device, dtype=torch.int64)
-        early = length_of(view, self.counts) < least
+        early = length_of(view, self.counts) < self.row("length", scores.rows, scores.values)
         if not bool(early.any()):
             return scores
-        return _ban(scores, torch.where(early[:, None], _id_table(self, "eos_ids", scores), -1))
+        return _ban(scores, torch.where(early[:, None], self.ids_like("eos_ids", scores), -1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ class BadWords(Processor):
     scope: str = "all"
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        self.check_rows(rows)
+        super().check(vocab_size, rows)
         for row, words in enumerate(self.for_each_row("words")):
             if not all(isinstance(word, tuple) and word for word in words):
                 where = f" of row {row}" if self.varies("words") else ""
@@ -173,15 +173,9 @@ class BadWords(Processor):
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
         device = scores.values.device
-        if device not in self._on_device:
-            self._on_device[device] = Phrases.of(self.for_each_row("words"), device)
-        phrases = self._on_device[device]
+        phrases = self.once(device, lambda: Phrases.of(self.for_each_row("words"), device))
         ended = phrases.ended_by_next(aligned(ids_of(view, self.scope)))
         return _ban(scores, torch.where(ended, phrases.last, -1))
-
-    @cached_property
-    def _on_device(self) -> dict[torch.device, Phrases]:
-        return {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,17 +193,17 @@ class NoRepeatNgram(Processor):
 
     name: ClassVar[str] = "no_repeat_ngram"
     hard: ClassVar[bool] = True
+    bounds: ClassVar[Bounds] = {"n": _COUNT}
     per_row: ClassVar[tuple[str, ...]] = ("n",)
     n: RowValue
     scope: str = "all"
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        row_values(self.n, rows or self.row_count() or 1, "no_repeat_ngram's n", low=0, dtype=torch.int64)
+        super().check(vocab_size, rows)
         check_choice(self.scope, SCOPES, "no_repeat_ngram's scope")
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
-        z = scores.values
-        n = row_values(self.n, len(z), "no_repeat_ngram's n", device=z.device, dtype=torch.int64)
+        n = self.row("n", scores.rows, scores.values)
         return _ban(scores, repeating(aligned(ids_of(view, self.scope)), n))
 
 
@@ -232,15 +226,6 @@ def repeating(
         before = torch.nn.functional.pad(history, (back, 0), value=-1)[:, :length]
         repeats &= (before == last) | (n <= back)[:, None]
     return torch.where(repeats, history, -1)
-
-
-def _id_table(processor: Processor, name: str, scores: Scores) -> Tensor:
-    """int64 `[T, m]`: a field's ids for each row, -1 where a row has fewer."""
-    given = processor.for_each_row(name)
-    width = max((len(ids) for ids in given), default=0)
-    padded = [[*ids, *[-1] * (width - len(ids))] for ids in given]
-    table = torch.tensor(padded, dtype=torch.int64, device=scores.values.device).reshape(len(given), width)
-    return table.expand(len(scores.values), -1)
 
 
 def _ban(scores: Scores, ids: Tensor) -> Scores:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -20,6 +19,7 @@ from vocab_parallel.decode.transforms.history import (
     check_table,
     places,
 )
+from vocab_parallel.decode.transforms.row_transform import LARGEST
 from vocab_parallel.decode.transforms.transform import View
 from vocab_parallel.select.scores import Scores
 
@@ -58,7 +58,7 @@ class Bias(Processor):
         return forbidden or (isinstance(self.table, Tensor) and bool((self.table == -math.inf).any()))
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        self.check_rows(rows)
+        super().check(vocab_size, rows)
         for row, given in enumerate(self.for_each_row("bias")):
             where = f"bias of row {row}" if self.varies("bias") else "bias"
             if not isinstance(given, Mapping):
@@ -74,7 +74,7 @@ class Bias(Processor):
         if self.table is not None:
             check_table(self.table, vocab_size, "bias's table")
             assert isinstance(self.table, Tensor)
-            bad = (self.table.isnan() | (self.table == math.inf)).nonzero()
+            bad = ((self.table.abs() > LARGEST) & (self.table != -math.inf) | self.table.isnan()).nonzero()
             if len(bad):
                 _check_bias(self.table[bad[0, 0]].item(), f"bias's table, token id {int(bad[0, 0])},")
 
@@ -98,13 +98,7 @@ class Bias(Processor):
         return scores.with_values(scores.values + total[:, :n])
 
     def _packed(self, device: torch.device) -> _PackedBias:
-        if device not in self._on_device:
-            self._on_device[device] = _PackedBias.of(self.for_each_row("bias"), self.sequences, device)
-        return self._on_device[device]
-
-    @cached_property
-    def _on_device(self) -> dict[torch.device, _PackedBias]:
-        return {}
+        return self.once(device, lambda: _PackedBias.of(self.for_each_row("bias"), self.sequences, device))
 
 
 @dataclass(frozen=True)
@@ -141,5 +135,6 @@ class _PackedBias:
 
 
 def _check_bias(value: object, where: str) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value) or value == math.inf:
-        raise ValueError(f"{where} must be a number below +inf (-inf forbids the token), got {value!r}")
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not (value == -math.inf or -LARGEST <= value <= LARGEST):  # type: ignore[operator]
+        raise ValueError(f"{where} must be -inf (which forbids the token) or a float32's number, got {value!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -47,10 +46,10 @@ class Fsm(Processor):
             object.__setattr__(self, "machine", StateMachine.from_dict(self.machine))
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        self.check_rows(rows)
+        super().check(vocab_size, rows)
         self._machine.check(vocab_size, "fsm's machine")
         check_ids(self.eos_ids, vocab_size, "fsm's eos_ids")
-        self._starts(rows or self.row_count() or 1)
+        self._starts(self.count(rows))
 
     def start(self, rows: int) -> dict[str, Tensor]:
         return {"state": self._starts(rows)}
@@ -82,10 +81,4 @@ class Fsm(Processor):
         return row_values(given, rows, "fsm's start_state", low=0, high=last, dtype=torch.int64)
 
     def _on(self, device: torch.device) -> StateMachine:
-        if device not in self._on_device:
-            self._on_device[device] = self._machine.to(device)
-        return self._on_device[device]
-
-    @cached_property
-    def _on_device(self) -> dict[torch.device, StateMachine]:
-        return {}
+        return self.once(device, lambda: self._machine.to(device))

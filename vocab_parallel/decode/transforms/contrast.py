@@ -14,8 +14,10 @@ from torch import Tensor
 
 from vocab_parallel.arguments import check_logits
 from vocab_parallel.collectives import uncompiled
+from vocab_parallel.decode.transforms.columns import ranks_of
 from vocab_parallel.decode.transforms.dola import Dola
-from vocab_parallel.decode.transforms.history import Processor, check_choice
+from vocab_parallel.decode.transforms.history import check_choice
+from vocab_parallel.decode.transforms.row_transform import SHARE, Bounds, RowTransform
 from vocab_parallel.decode.transforms.transform import RowValue, View, row_values
 from vocab_parallel.errors import LayoutMismatchError
 from vocab_parallel.select.channel import Channel
@@ -103,7 +105,7 @@ def contrastive_select(
 
 
 @dataclass(frozen=True, eq=False)
-class Contrastive(Processor):
+class Contrastive(RowTransform):
     """`(1 - alpha) log p_v - alpha max_j cos(h_v, h_j)` over the best k tokens; the others are out.
 
     The log-probabilities are relative to the row's best one, which changes no choice. The scores are float64.
@@ -124,14 +126,15 @@ class Contrastive(Processor):
     """
 
     name: ClassVar[str] = "contrastive"
+    bounds: ClassVar[Bounds] = {"alpha": SHARE}
     per_row: ClassVar[tuple[str, ...]] = ("alpha",)
     k: int
     alpha: RowValue = 0.6
     confidence: str = "logprob"
 
     def check(self, vocab_size: int, rows: int | None) -> None:
+        super().check(vocab_size, rows)
         _check_k(self.k, vocab_size)
-        row_values(self.alpha, rows or self.row_count() or 1, "contrastive's alpha", low=0.0, high=1.0)
         check_choice(self.confidence, CONFIDENCES, "contrastive's confidence")
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
@@ -141,10 +144,10 @@ class Contrastive(Processor):
         found = _candidates(scores, self.k)
         # what each rank has computed may differ in the last bit: the first rank's decides
         words = torch.stack([given[0], given[1].double().contiguous().view(torch.int64)])
-        ids, similarity = scores.channel.gather(words)[0]
+        ids, similarity = ranks_of(scores).gather(words)[0]
         similarity = similarity.view(torch.float64).gather(1, _matched(found, ids))
         _require_numbers(similarity)
-        alpha = row_values(self.alpha, rows, "contrastive's alpha", device=device)[:, None]
+        alpha = self.row("alpha", rows).to(device)[:, None]
         values = _contrast(found, similarity, alpha, self.confidence)
         return Scores(values, found.token_ids, scores.channel.alone(), scores.vocab_size)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from vocab_parallel.decode.transforms.row_transform import LARGEST, Bounds, RowTransform
 from vocab_parallel.decode.transforms.transform import Choice, RowValue, View
 from vocab_parallel.decode.transforms.truncation import entropy_temperature, keep_surprise
-from vocab_parallel.decode.transforms.warpers import MAX_TEMPERATURE, RowTransform
 from vocab_parallel.select.filters import temper
 from vocab_parallel.select.scores import Scores, with_peak
 
@@ -38,9 +37,9 @@ class DynamicTemperature(RowTransform):
     """
 
     name: ClassVar[str] = "dynamic_temperature"
-    bounds: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    bounds: ClassVar[Bounds] = {
         "low": {"low": 0.0},
-        "high": {"low": 0.0, "high": MAX_TEMPERATURE},
+        "high": {"low": 0.0, "high": LARGEST},
         "exponent": {"low": 0.0, "high": _LARGE},
     }
     per_row: ClassVar[tuple[str, ...]] = ("low", "high", "exponent")
@@ -50,7 +49,7 @@ class DynamicTemperature(RowTransform):
 
     def check(self, vocab_size: int, rows: int | None) -> None:
         super().check(vocab_size, rows)
-        count = self.row_count() or 1 if rows is None else rows
+        count = self.count(rows)
         pairs = zip(self.row("low", count).tolist(), self.row("high", count).tolist(), strict=True)
         for row, (low, high) in enumerate(pairs):
             if low > high:
@@ -86,7 +85,7 @@ class MirostatV2(RowTransform):
     """
 
     name: ClassVar[str] = "mirostat_v2"
-    bounds: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    bounds: ClassVar[Bounds] = {
         "tau": {"low": 0.0, "high": _LARGE},
         "eta": {"low": 0.0, "high": _LARGE},
     }

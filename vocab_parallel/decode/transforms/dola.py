@@ -10,9 +10,10 @@ from torch import Tensor
 
 from vocab_parallel.agreement import first_row
 from vocab_parallel.arguments import check_logits
+from vocab_parallel.decode.transforms.columns import as_columns
 from vocab_parallel.decode.transforms.divergence import divergences
-from vocab_parallel.decode.transforms.history import Processor
-from vocab_parallel.decode.transforms.transform import RowValue, View, row_values
+from vocab_parallel.decode.transforms.row_transform import MASS, Bounds, RowTransform
+from vocab_parallel.decode.transforms.transform import RowValue, View
 from vocab_parallel.errors import LayoutMismatchError, NonFiniteError
 from vocab_parallel.select.filters import keep_min_p
 from vocab_parallel.select.masses import Masses, measure
@@ -21,18 +22,19 @@ from vocab_parallel.shard import VocabShard
 
 
 @dataclass(frozen=True, eq=False)
-class Dola(Processor):
+class Dola(RowTransform):
     """`log p_mature - log p_premature` where `p_mature >= relative_top max p_mature`; the others are out.
 
     The scores are those of the last layer (mature). Reads from the view's extras "premature_logits", this rank's
-    columns `[T, shard_size]` of an earlier layer, or `[T, M, shard_size]` of M layers: then each row takes the layer
+    columns `[T, shard_size]` of an earlier layer, or `[M, T, shard_size]` of M layers: then each row takes the layer
     with the largest Jensen-Shannon divergence from the last one, the first of equal ones.
 
     Args:
         relative_top: In (0, 1]; or one for each request.
 
     Collectives:
-        Those of `measure`, of both; with M layers one more of 8 bytes a row and layer.
+        Those of `measure`: 8 (unless known) and 8 bytes a row, and 16 a row and layer. With more than one layer 8 a row
+        and layer more.
 
     Source:
         Chuang et al. 2024, "DoLa: Decoding by Contrasting Layers", equations 2 to 6. The plausible set as in the
@@ -40,18 +42,12 @@ class Dola(Processor):
     """
 
     name: ClassVar[str] = "dola"
+    bounds: ClassVar[Bounds] = {"relative_top": MASS}
     per_row: ClassVar[tuple[str, ...]] = ("relative_top",)
     relative_top: RowValue = 0.1
 
-    def check(self, vocab_size: int, rows: int | None) -> None:
-        self._tops(rows or self.row_count() or 1)
-
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
-        if scores.replicated:
-            raise ValueError(
-                "dola needs the scores of all ids, but a transform before it has left some candidates of each row. "
-                "Put it before top_k."
-            )
+        scores = as_columns(scores)
         with scores.channel.guard():
             layers = _premature_logits(view, scores)
         scores = with_largest(scores)
@@ -61,11 +57,8 @@ class Dola(Processor):
         ours = scores.values.double() - mature.largest.double()[:, None]
         theirs = other.values.double() - other.largest.double()[:, None]
         contrast = (ours - theirs) - (mature.log_total - other.log_total)[:, None]
-        plausible = keep_min_p(scores, self._tops(len(ours))).values > -torch.inf
+        plausible = keep_min_p(scores, self.row("relative_top", scores.rows)).values > -torch.inf
         return scores.with_values(torch.where(plausible, contrast, -torch.inf).to(scores.values.dtype))
-
-    def _tops(self, rows: int) -> Tensor:
-        return row_values(self.relative_top, rows, "dola's relative_top", low=0.0, high=1.0, low_open=True)
 
 
 class _Layer(NamedTuple):
@@ -85,12 +78,12 @@ def _chosen_layer(scores: Scores, mature: Masses, layers: Tensor) -> _Layer:
     masses = measure(premature)
     chosen = torch.arange(rows, device=flat.device) * count
     if count > 1:
-        chosen = chosen + divergences(scores, mature, premature, masses).argmax(1)  # the first of equal ones
+        chosen = chosen + divergences(scores, mature, premature, masses, count).argmax(1)  # the first of equal ones
     return _Layer(flat[chosen], masses.largest[chosen], masses.log_total[chosen])
 
 
 def _premature_logits(view: View, scores: Scores) -> Tensor:
-    """`[T, M, shard_size]` from the view's extras."""
+    """`[T, M, shard_size]`, of the view's extras."""
     rows = len(scores.values)
     logits = view.extras.get("premature_logits")
     if logits is None:
@@ -98,11 +91,11 @@ def _premature_logits(view: View, scores: Scores) -> Tensor:
     group = scores.channel.group
     assert isinstance(group, VocabShard)
     check_logits(logits, group)
-    if logits.dim() not in (2, 3) or logits.shape[0] != rows or logits.shape[1] == 0:
+    if logits.dim() not in (2, 3) or logits.shape[-2] != rows or logits.shape[0] == 0 < rows:
         raise LayoutMismatchError(
-            f"premature_logits must be [{rows}, shard_size] or [{rows}, layers, shard_size], got {list(logits.shape)}"
+            f"premature_logits must be [{rows}, shard_size] or [layers, {rows}, shard_size], got {list(logits.shape)}"
         )
-    return logits.detach() if logits.dim() == 3 else logits.detach()[:, None]
+    return logits.detach().movedim(-2, 0) if logits.dim() == 3 else logits.detach()[:, None]
 
 
 def _require_layers(scores: Scores, largest: Tensor, count: int) -> None:

@@ -6,12 +6,14 @@ import dataclasses
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from vocab_parallel.decode.transforms.transform import PROCESSED, Transform, View
+from vocab_parallel.decode.transforms.row_transform import RowTransform
+from vocab_parallel.decode.transforms.transform import View
 from vocab_parallel.errors import LayoutMismatchError, TokenRangeError
 from vocab_parallel.select.scores import Scores
 
@@ -20,9 +22,10 @@ SCOPES = ("all", "generated", "prompt")
 COUNTS = ("generated", "all")
 
 _Self = TypeVar("_Self", bound="Processor")
+_T = TypeVar("_T")
 
 
-class Processor(Transform):
+class Processor(RowTransform):
     """A transform with ids among its parameters: ids for all requests, or a list of ids for each request.
 
     Attributes:
@@ -30,20 +33,17 @@ class Processor(Transform):
             2 lists of ids. One deeper is one value for each request.
     """
 
-    gives: ClassVar[str | None] = PROCESSED  # of log-probabilities too: they no longer sum to one
     depths: ClassVar[Mapping[str, int]] = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, depth in self.depths.items():
-            value = _integers(getattr(self, name))
-            object.__setattr__(self, name, (value,) if depth == 1 and isinstance(value, int) else value)
+        for name in {*self.per_row, *self.depths}:
+            value = _plain(getattr(self, name))
+            object.__setattr__(self, name, (value,) if self.depths.get(name) == 1 and isinstance(value, int) else value)
 
     def varies(self, name: str) -> bool:
         """Whether a field has one value for each request."""
         value = getattr(self, name)
-        if isinstance(value, Tensor):
-            return name in self.per_row and value.dim() > 0
         return name in self.per_row and isinstance(value, tuple) and _deeper(value, self.depths.get(name, 0))
 
     def for_each_row(self, name: str) -> list[Any]:
@@ -55,18 +55,20 @@ class Processor(Transform):
         return next((len(getattr(self, name)) for name in self.per_row if self.varies(name)), None)
 
     def for_rows(self: _Self, index: Sequence[int]) -> _Self:
+        if list(index) == list(range(self.row_count() or 0)):
+            return self  # with what is made of its parameters
         varying = [name for name in self.per_row if self.varies(name)]
         chosen = {name: tuple(self.for_each_row(name)[at] for at in index) for name in varying}
         return dataclasses.replace(self, **chosen) if chosen else self  # type: ignore[type-var]
 
-    def check_rows(self, rows: int | None) -> None:
-        """Raises unless every field with one value for each request has `rows` of them."""
+    def check(self, vocab_size: int, rows: int | None) -> None:
         for name in self.per_row:
             if self.varies(name) and rows is not None and len(getattr(self, name)) != rows:
                 raise ValueError(
                     f"{self.name}'s {name} has {len(getattr(self, name))} values for {rows} rows: give one for all "
                     "rows, or one for each request."
                 )
+        super().check(vocab_size, rows)
 
     def check_ids(self, name: str, vocab_size: int) -> None:
         """Raises for the first id of a field (of depth 1 or 2) that is no real one, naming its row."""
@@ -74,6 +76,29 @@ class Processor(Transform):
             where = f"{self.name}'s {name}" + (f" of row {row}" if self.varies(name) else "")
             for entry in value if self.depths[name] == 2 else [value]:
                 check_ids(entry, vocab_size, where)
+
+    def ids_like(self, name: str, scores: Scores) -> Tensor:
+        """int64 `[T, m]`: the ids of a field (of depth 1) for each row, -1 where a row has fewer."""
+
+        def table() -> Tensor:
+            given = self.for_each_row(name)
+            width = max((len(ids) for ids in given), default=0)
+            padded = [[*ids, *[-1] * (width - len(ids))] for ids in given]
+            return torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(given), width)
+
+        device = scores.values.device
+        return self.once((name, device), table).expand(scores.rows, -1)
+
+    def once(self, key: object, make: Callable[[], _T]) -> _T:
+        """What `make()` gives, made at the first call with this key: parameters do not change."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: _T = self._made[key]
+        return made
+
+    @cached_property
+    def _made(self) -> dict[object, Any]:
+        return {}
 
 
 def check_ids(ids: Iterable[object], vocab_size: int, where: str) -> None:
@@ -205,12 +230,12 @@ class Phrases:
         return ended
 
 
-def _integers(value: Any) -> Any:
-    """Ids given as tensors or as another library's integers, as tuples of int; anything else as it is."""
+def _plain(value: Any) -> Any:
+    """Numbers given as tensors or as another library's integers, as (tuples of) int or float; the rest as it is."""
     if isinstance(value, Tensor):
-        return _integers(value.tolist())
+        return _plain(value.tolist())
     if isinstance(value, (list, tuple)):
-        return tuple(_integers(one) for one in value)
+        return tuple(_plain(one) for one in value)
     if isinstance(value, (bool, float, str)):
         return value
     return int(value) if isinstance(value, numbers.Integral) else value

@@ -57,9 +57,9 @@ class StateMachine:
         """A machine of an explicit table: state -> token id -> next state. States are numbers from 0."""
         named = {start, *table, *accepting, *(after for row in table.values() for after in row.values())}
         for state in named:
-            if type(state) is not int or state < 0:
+            if _integer(state) < 0:
                 raise ValueError(f"states must be integers of at least 0, got {state!r}")
-        edges = [(state, one, one + 1, after) for state, row in table.items() for one, after in row.items()]
+        edges = [(state, one, _integer(one) + 1, after) for state, row in table.items() for one, after in row.items()]
         return cls.of_edges(edges, max(named) + 1, accepting, start)
 
     @classmethod
@@ -89,13 +89,15 @@ class StateMachine:
         Raises:
             ValueError: Naming the place in the pattern.
         """
+        if not isinstance(pattern, str):
+            raise ValueError(f"a regular expression over token ids must be text, got {pattern!r}: put it in quotes")
         edges, states, accepting = compile_regex(pattern, ANY)
         return cls.of_edges(edges, states, accepting, 0)
 
     @classmethod
     def forced(cls, prefix: Sequence[int]) -> StateMachine:
         """Exactly `prefix`, then anything."""
-        edges = [(at, one, one + 1, at + 1) for at, one in enumerate(prefix)]
+        edges = [(at, one, _integer(one) + 1, at + 1) for at, one in enumerate(prefix)]
         return cls.of_edges([*edges, (len(prefix), 0, ANY, len(prefix))], len(prefix) + 1, [len(prefix)], 0)
 
     @classmethod
@@ -113,7 +115,8 @@ class StateMachine:
     def of_edges(cls, edges: Sequence[Edge], states: int, accepting: Sequence[int], start: int) -> StateMachine:
         """A machine of edges in any order; neighbours with the same next state become one."""
         merged: list[Edge] = []
-        for state, low, high, after in sorted(edges):
+        checked = [(_integer(s), _integer(low), _integer(high), _integer(after)) for s, low, high, after in edges]
+        for state, low, high, after in sorted(checked):
             if merged and merged[-1][0] == state and merged[-1][2] == low and merged[-1][3] == after:
                 merged[-1] = (state, merged[-1][1], high, after)
             else:
@@ -183,8 +186,12 @@ class StateMachine:
             return cls.from_sequences(data["sequences"])
         if "forced" in data:
             return cls.forced(data["forced"])
-        edges = [tuple(edge) for edge in data["edges"]]
-        return cls.of_edges(edges, data["states"], data["accepting"], data["start"])
+        if set(data) != {"edges", "states", "accepting", "start"}:
+            raise ValueError(
+                "a machine is {regex: pattern}, {sequences: lists of ids}, {forced: ids}, or has edges, states, "
+                f"accepting and start; got {', '.join(map(str, data)) or 'nothing'}"
+            )
+        return cls.of_edges(data["edges"], data["states"], data["accepting"], data["start"])
 
 
 def advance(
@@ -217,6 +224,12 @@ def require_legal(machine: StateMachine, state: Tensor, token_ids: Tensor, legal
             f"row {row}: token id {one} is illegal in state {where}, which has edges for {ranges or 'nothing'}{more}. "
             "Likely the token was chosen without this machine's mask, or belongs to another row."
         )
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TokenRangeError(f"the states and token ids of a machine must be integers, got {value!r}")
+    return value
 
 
 def _range_text(low: int, high: int) -> str:

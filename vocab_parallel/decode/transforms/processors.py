@@ -7,10 +7,10 @@ has. The same works on candidates that every rank holds. Those that remove ids a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from vocab_parallel.decode.transforms.history import (
     ids_of,
     occurrences,
 )
+from vocab_parallel.decode.transforms.row_transform import LARGEST, SMALLEST, Bounds
 from vocab_parallel.decode.transforms.transform import RowValue, View, row_values
 from vocab_parallel.select.scores import Scores
 
@@ -34,7 +35,8 @@ __all__ = [
     "RepetitionPenalty", "Suppress",
 ]  # fmt: skip
 
-_LARGEST = torch.finfo(torch.float32).max
+_FINITE: Mapping[str, float] = {"low": -LARGEST, "high": LARGEST}
+_Self = TypeVar("_Self", bound="Prior")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,17 +52,17 @@ class RepetitionPenalty(Processor):
     """
 
     name: ClassVar[str] = "repetition_penalty"
+    bounds: ClassVar[Bounds] = {"penalty": {"low": SMALLEST, "high": LARGEST}}  # z / r is a number
     per_row: ClassVar[tuple[str, ...]] = ("penalty",)
     penalty: RowValue = 1.0
     scope: str = "all"
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        _numbers(self, "penalty", rows, low=0.0, high=_LARGEST, low_open=True)
+        super().check(vocab_size, rows)
         check_choice(self.scope, SCOPES, "repetition_penalty's scope")
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
-        z = scores.values
-        r = row_values(self.penalty, len(z), "repetition_penalty", device=z.device).to(z.dtype)
+        r = self.row("penalty", scores.rows, scores.values)
 
         def lower(seen: Tensor, rows: Tensor, places: Tensor) -> Tensor:
             return torch.where(seen < 0, seen * r[rows], seen / r[rows])
@@ -81,17 +83,17 @@ class FrequencyPenalty(Processor):
     """
 
     name: ClassVar[str] = "frequency_penalty"
+    bounds: ClassVar[Bounds] = {"penalty": _FINITE}
     per_row: ClassVar[tuple[str, ...]] = ("penalty",)
     penalty: RowValue = 0.0
     scope: str = "generated"
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        _numbers(self, "penalty", rows, low=-_LARGEST, high=_LARGEST)
+        super().check(vocab_size, rows)
         check_choice(self.scope, SCOPES, "frequency_penalty's scope")
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
-        z = scores.values
-        c = row_values(self.penalty, len(z), "frequency_penalty", device=z.device).to(z.dtype)
+        c = self.row("penalty", scores.rows, scores.values)
         ids = ids_of(view, self.scope)
         counts = occurrences(ids)
         return changed(scores, ids, lambda seen, rows, places: seen - c[rows] * counts[rows, places])
@@ -110,17 +112,17 @@ class PresencePenalty(Processor):
     """
 
     name: ClassVar[str] = "presence_penalty"
+    bounds: ClassVar[Bounds] = {"penalty": _FINITE}
     per_row: ClassVar[tuple[str, ...]] = ("penalty",)
     penalty: RowValue = 0.0
     scope: str = "generated"
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        _numbers(self, "penalty", rows, low=-_LARGEST, high=_LARGEST)
+        super().check(vocab_size, rows)
         check_choice(self.scope, SCOPES, "presence_penalty's scope")
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
-        z = scores.values
-        c = row_values(self.penalty, len(z), "presence_penalty", device=z.device).to(z.dtype)
+        c = self.row("penalty", scores.rows, scores.values)
         return changed(scores, ids_of(view, self.scope), lambda seen, rows, places: seen - c[rows])
 
 
@@ -135,6 +137,7 @@ class Prior(Processor):
     """
 
     name: ClassVar[str] = "prior"
+    bounds: ClassVar[Bounds] = {"strength": _FINITE}
     per_row: ClassVar[tuple[str, ...]] = ("strength",)
     frequencies: Tensor | Sequence[float]
     smoothing: float
@@ -145,8 +148,8 @@ class Prior(Processor):
         object.__setattr__(self, "frequencies", torch.as_tensor(self.frequencies, dtype=torch.float64))
 
     def check(self, vocab_size: int, rows: int | None) -> None:
-        _numbers(self, "strength", rows, low=-_LARGEST, high=_LARGEST)
-        row_values(self.smoothing, 1, "prior's smoothing", low=0.0, high=_LARGEST)
+        super().check(vocab_size, rows)
+        row_values(self.smoothing, 1, "prior's smoothing", low=0.0, high=LARGEST)
         check_table(self.frequencies, vocab_size, "prior's frequencies")
         assert isinstance(self.frequencies, Tensor)
         f = self.frequencies
@@ -159,9 +162,13 @@ class Prior(Processor):
             )
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
-        z = scores.values
-        s = row_values(self.strength, len(z), "prior's strength", device=z.device).to(z.dtype)[:, None]
+        z, s = scores.values, self.row("strength", scores.rows, scores.values)[:, None]
         return scores.with_values(z - s * scores.take(self.log_prior.to(z.device, z.dtype)))
+
+    def for_rows(self: _Self, index: Sequence[int]) -> _Self:
+        chosen = super().for_rows(index)
+        chosen.__dict__["log_prior"] = self.log_prior  # a row's strength is its own, the prior is of all
+        return chosen
 
     @cached_property
     def log_prior(self) -> Tensor:
@@ -169,9 +176,3 @@ class Prior(Processor):
         smoothed = [one + self.smoothing for one in torch.as_tensor(self.frequencies).tolist()]
         total = math.fsum(smoothed)
         return torch.tensor([math.log(one / total) for one in smoothed], dtype=torch.float64)
-
-
-def _numbers(processor: Processor, name: str, rows: int | None, **bounds: Any) -> None:
-    """Raises unless a field is one number, or one for each row, within its bounds."""
-    count = rows if rows is not None else processor.row_count() or 1
-    row_values(getattr(processor, name), count, f"{processor.name}'s {name}", **bounds)

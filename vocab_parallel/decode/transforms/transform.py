@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from vocab_parallel.select.scores import Scores
+from vocab_parallel.select import parameters
+from vocab_parallel.select.scores import Scores
 
 RAW, PROCESSED, LOGPROB, PROBABILITY = "raw", "processed", "logprob", "probability"
 SCORE_TYPES = (RAW, PROCESSED, LOGPROB, PROBABILITY)
@@ -131,13 +130,22 @@ class View:
         *,
         extras: Mapping[str, Tensor] | None = None,
     ) -> View:
-        """A view of prefixes of any lengths; without `prompt_length` all of them are prompts."""
+        """A view of prefixes of any lengths; without `prompt_length` all of them are prompts.
+
+        Raises:
+            ValueError: A prompt longer than its row's ids.
+        """
         if not isinstance(prefix, Tensor):
             longest = max((len(row) for row in prefix), default=0)
             padded = [[*row, *[-1] * (longest - len(row))] for row in prefix]
             prefix = torch.tensor(padded, dtype=torch.int64).reshape(len(padded), longest)
         present = (prefix >= 0).sum(1)
         length = present if prompt_length is None else torch.as_tensor(prompt_length, device=prefix.device)
+        if length.shape != present.shape:
+            raise ValueError(f"prompt_length must be [{len(present)}], one for each row, got {list(length.shape)}")
+        wrong = ((length < 0) | (length > present)).nonzero()[:, 0].tolist()
+        for row in wrong[:1]:
+            raise ValueError(f"prompt_length of row {row} must be in [0, {present[row]}], its ids, got {length[row]}")
         return cls(prefix, length, present - length, dict(extras or {}))
 
     def generated(self) -> Tensor:
@@ -146,17 +154,19 @@ class View:
         return torch.where(place > self.prompt_length[:, None], self.prefix, -1)
 
     def appended(self, token_ids: Tensor, *, extras: Mapping[str, Tensor] | None = None) -> View:
-        """The view one step later: with these ids `[T]` generated, -1 where a row has ended."""
-        prefix = torch.cat([self.prefix, token_ids[:, None]], 1)
-        return View(prefix, self.prompt_length, self.step + (token_ids >= 0).to(torch.int64), dict(extras or {}))
+        """The view one step later, on the ids' device: with these ids `[T]` generated, -1 where a row has ended."""
+        prefix, length, step = (x.to(token_ids.device) for x in (self.prefix, self.prompt_length, self.step))
+        step = step + (token_ids >= 0).to(torch.int64)
+        return View(torch.cat([prefix, token_ids[:, None]], 1), length, step, dict(extras or {}))
 
     def to(self, device: torch.device) -> View:
         """The view on a device."""
         extras = {name: value.to(device) for name, value in self.extras.items()}
         return View(self.prefix.to(device), self.prompt_length.to(device), self.step.to(device), extras)
 
-    def rows(self, index: Tensor) -> View:
-        """The view of the rows `index`, in that order."""
+    def rows(self, index: Tensor | Sequence[int]) -> View:
+        """The view of the rows `index`, in that order; or of those where a bool for each row is True."""
+        index = row_index(index, self.prefix.device)
         extras = {name: value[:, index] if value.dim() == 3 else value[index] for name, value in self.extras.items()}
         return View(self.prefix[index], self.prompt_length[index], self.step[index], extras)
 
@@ -181,53 +191,42 @@ def row_values(
     rows: int,
     name: str,
     *,
-    low: float | None = None,
-    high: float | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
     low_open: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """A parameter as one value a row.
+    """A parameter as one value a row, `[rows]` of `dtype`: `select.parameters.row_values`.
 
     Args:
-        value: A number, or a sequence or tensor of `rows` numbers.
-        name: Of the parameter, for errors.
-        low, high: Bounds, allowed themselves unless `low_open`.
-        dtype: An integer one refuses fractions.
-
-    Returns:
-        `[rows]` of `dtype`.
+        dtype: float64, or int64, which refuses fractions.
 
     Raises:
         ValueError: Naming row and value: not a number, NaN, out of bounds; or another number of rows.
     """
-    listed = value.tolist() if isinstance(value, Tensor) else value
-    each = isinstance(listed, Sequence) and not isinstance(listed, str)
-    given: list[Any] = list(listed) if isinstance(listed, Sequence) and each else [listed]
-    if each and len(given) != rows:
-        raise ValueError(
-            f"{name} has {len(given)} values for {rows} rows: give one number for all rows, or one for each request."
-        )
-    for row, one in enumerate(given):
-        _check_number(one, f"{name} of row {row}" if each else name, low, high, low_open, dtype.is_floating_point)
-    filled = torch.tensor(given, dtype=dtype, device=device)
-    return filled if each else filled.expand(rows).clone()
+    return parameters.row_values(
+        value, rows, name, low=low, high=high, low_open=low_open, integer=not dtype.is_floating_point,
+        device="cpu" if device is None else device,
+    )  # fmt: skip
 
 
-def _check_number(
-    value: object, what: str, low: float | None, high: float | None, low_open: bool, fractions: bool
-) -> None:
-    kind = numbers.Real if fractions else numbers.Integral
-    good = isinstance(value, kind) and not isinstance(value, bool)
-    if good:
-        given = float(value)  # type: ignore[arg-type]
-        above = low is None or (given > low if low_open else given >= low)
-        good = not math.isnan(given) and above and (high is None or given <= high)
-    if not good:
-        left = "(-inf" if low is None else f"{'(' if low_open else '['}{low:g}"
-        right = "inf)" if high is None else f"{high:g}]"
-        number = "a number" if fractions else "an integer"
-        raise ValueError(f"{what} must be {number} in {left}, {right}, got {value!r}")
+def row_index(index: Tensor | Sequence[int] | Sequence[bool], device: torch.device) -> Tensor:
+    """Rows as int64 `[N]`: numbers of rows as they are, of a bool for each row those that are True."""
+    rows = torch.as_tensor(index, device=device)
+    return rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.to(torch.int64)
+
+
+def check_view(view: View) -> None:
+    """Raises ValueError unless ids and lengths are int64 tensors of the right dimensions, and the extras tensors."""
+    for name, shape in (("prefix", "[T, L]"), ("prompt_length", "[T]"), ("step", "[T]")):
+        value = getattr(view, name)
+        if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.dim() != shape.count(",") + 1:
+            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the view's {name} must be int64 {shape}, got {got}: ids and lengths are whole numbers")
+    for name, value in view.extras.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"the view's extras[{name!r}] must be a tensor, got {type(value).__name__}")
 
 
 def _fields(transform: Transform) -> tuple[dataclasses.Field[Any], ...]:

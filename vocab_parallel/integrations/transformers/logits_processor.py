@@ -32,7 +32,8 @@ class PolicyProcessor(LogitsProcessor):  # type: ignore[misc]  # a class of an u
     Args:
         streams: Of the rows; a policy that draws nothing needs none.
         attention_mask: The prompts', if they are padded: padding is no history.
-        eos_token_id: Ids that end a row, as given to `model.generate`: a row that has ended takes no more draws.
+        eos_token_id: Ids that end a row: all those of `model.generate`, its generation config's among them, as a
+            processor cannot see them. A row that has ended takes no more draws.
 
     Attributes:
         state: The policy's after the last step; None before the first.
@@ -85,7 +86,7 @@ class PolicyProcessor(LogitsProcessor):  # type: ignore[misc]  # a class of an u
             )
         self._view = View.of(torch.where(mask != 0, input_ids, -1))
         self._active = torch.ones(rows, dtype=torch.bool, device=input_ids.device)
-        self.state = self.policy.start(rows, self._streams if self._streams is not None else Streams.of([0] * rows))
+        self.state = self.policy.start(rows, self._streams)
 
     def _follow(self, input_ids: Tensor) -> None:
         """The ids that `generate` has appended must be the chosen ones."""
@@ -94,7 +95,8 @@ class PolicyProcessor(LogitsProcessor):  # type: ignore[misc]  # a class of an u
         if len(odd):
             row = int(odd[0])
             raise ValueError(
-                f"row {row}: the policy chose {int(chosen[row])}, but model.generate took {int(taken[row])}. It must "
-                "run with do_sample=False, one beam and no other processor that changes scores."
+                f"row {row}: the policy chose {int(chosen[row])}, but model.generate took {int(taken[row])}. If the "
+                "row had ended there, give the processor the same eos_token_id; else generate must run with "
+                "do_sample=False, one beam and no other processor that changes scores."
             )
         self._active = self._active & ~torch.isin(taken, self._ends.to(taken.device))

@@ -51,15 +51,17 @@ def beam_search(
     num_return_sequences: int = 1,
     groups: int = 1,
     diversity_penalty: float = 0.0,
+    renormalize: bool = True,
 ) -> Searched:
     """`model.generate(num_beams=...)` for a model whose logits stay sharded.
 
     Args:
         model: A converted model, in the mode it should run in (`model.eval()`).
-        policy: Its transforms are applied to each beam's scores; a search draws nothing, so the selector does not
-            matter.
-        length_penalty, early_stopping, groups, diversity_penalty: As in `decode.beam_search`, with the defaults of
-            `model.generate`.
+        policy: Its transforms are applied to each beam's scores. A search draws nothing, and a beam without a legal
+            token ends there: selector and fallback do not matter.
+        length_penalty, early_stopping, groups, diversity_penalty, renormalize: As in `decode.beam_search`, with the
+            defaults of `model.generate`, but that `model.generate` adds scores up as its processors leave them: that
+            is a policy of `Normalize()` and then the processors, with `renormalize=False`.
         attention_mask, eos_token_id, pad_token_id: As in `generate`.
         num_return_sequences: R, at most `num_beams`.
 
@@ -82,7 +84,7 @@ def beam_search(
         step, prompts.view.prefix, shard=conversion.shard, num_beams=num_beams, max_new_tokens=max_new_tokens,
         eos_ids=prompts.eos_ids, length_penalty=length_penalty, early_stopping=early_stopping, groups=groups,
         diversity_penalty=diversity_penalty, transforms=() if policy is None else policy.transforms,
-        state=CachedModel(model, prompts.mask), num_return=num_return_sequences,
+        renormalize=renormalize, state=CachedModel(model, prompts.mask), num_return=num_return_sequences,
     )  # fmt: skip
     token_ids = torch.where(found.token_ids >= 0, found.token_ids, prompts.pad_id).flatten(0, 1)
     before = input_ids.repeat_interleave(num_return_sequences, 0)
