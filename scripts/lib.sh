@@ -25,7 +25,8 @@ setup() { # setup SET: SET names requirements/SET.txt
     )
   fi
   export VIRTUAL_ENV=$VENV PATH=$VENV/bin:$PATH
-  unset PYTHONHOME
+  # byte code is written: else each of the many processes compiles all that it imports
+  unset PYTHONHOME PYTHONDONTWRITEBYTECODE
 }
 
 die() {
