@@ -40,7 +40,21 @@ _Self = TypeVar("_Self", bound="Prior")
 
 
 @dataclass(frozen=True, eq=False)
-class RepetitionPenalty(Processor):
+class _Penalty(Processor):
+    """A penalty on the ids that have occurred."""
+
+    bounds: ClassVar[Bounds] = {"penalty": _FINITE}
+    per_row: ClassVar[tuple[str, ...]] = ("penalty",)
+    penalty: RowValue = 0.0
+    scope: str = "generated"
+
+    def check(self, vocab_size: int, rows: int | None) -> None:
+        super().check(vocab_size, rows)
+        check_choice(self.scope, SCOPES, f"{self.name}'s scope")
+
+
+@dataclass(frozen=True, eq=False)
+class RepetitionPenalty(_Penalty):
     """`z_v / r` where `z_v > 0`, else `r z_v`, for every id that has occurred: lower either way if r > 1.
 
     Args:
@@ -53,13 +67,8 @@ class RepetitionPenalty(Processor):
 
     name: ClassVar[str] = "repetition_penalty"
     bounds: ClassVar[Bounds] = {"penalty": {"low": SMALLEST, "high": LARGEST}}  # z / r is a number
-    per_row: ClassVar[tuple[str, ...]] = ("penalty",)
     penalty: RowValue = 1.0
     scope: str = "all"
-
-    def check(self, vocab_size: int, rows: int | None) -> None:
-        super().check(vocab_size, rows)
-        check_choice(self.scope, SCOPES, "repetition_penalty's scope")
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
         r = self.row("penalty", scores.rows, scores.values)
@@ -71,7 +80,7 @@ class RepetitionPenalty(Processor):
 
 
 @dataclass(frozen=True, eq=False)
-class FrequencyPenalty(Processor):
+class FrequencyPenalty(_Penalty):
     """`z_v - c n_v`, n_v being how often id v has occurred.
 
     Args:
@@ -83,14 +92,6 @@ class FrequencyPenalty(Processor):
     """
 
     name: ClassVar[str] = "frequency_penalty"
-    bounds: ClassVar[Bounds] = {"penalty": _FINITE}
-    per_row: ClassVar[tuple[str, ...]] = ("penalty",)
-    penalty: RowValue = 0.0
-    scope: str = "generated"
-
-    def check(self, vocab_size: int, rows: int | None) -> None:
-        super().check(vocab_size, rows)
-        check_choice(self.scope, SCOPES, "frequency_penalty's scope")
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
         c = self.row("penalty", scores.rows, scores.values)
@@ -100,7 +101,7 @@ class FrequencyPenalty(Processor):
 
 
 @dataclass(frozen=True, eq=False)
-class PresencePenalty(Processor):
+class PresencePenalty(_Penalty):
     """`z_v - c` for every id that has occurred, however often.
 
     Args:
@@ -112,14 +113,6 @@ class PresencePenalty(Processor):
     """
 
     name: ClassVar[str] = "presence_penalty"
-    bounds: ClassVar[Bounds] = {"penalty": _FINITE}
-    per_row: ClassVar[tuple[str, ...]] = ("penalty",)
-    penalty: RowValue = 0.0
-    scope: str = "generated"
-
-    def check(self, vocab_size: int, rows: int | None) -> None:
-        super().check(vocab_size, rows)
-        check_choice(self.scope, SCOPES, "presence_penalty's scope")
 
     def apply(self, scores: Scores, view: View, state: dict[str, Tensor]) -> Scores:
         c = self.row("penalty", scores.rows, scores.values)
