@@ -23,16 +23,7 @@ CASES_FILE = Path(__file__).parent / "data" / "cases.json"
 MAX_TP = 4
 
 # part of the package that brings the operation -> {case id: the missing operation}
-WAITING: dict[str, dict[str, str]] = {
-    "migration": {
-        "R01": "growing a vocabulary with its optimizer state",
-    },
-    "checkpoint": {
-        "C01": "resharding",
-        "C03": "export of the real rows",
-        "C06": "loading a tied checkpoint into an untied model, and the reverse",
-    },
-}
+WAITING: dict[str, dict[str, str]] = {}
 
 # Inputs that are handed to an operation as numbers of the tested dtype.
 FLOAT_INPUTS = ("logits", "logits_real", "hidden", "weight", "grad_output", "local_logits_every_rank", "embed", "head")

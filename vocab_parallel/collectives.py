@@ -107,6 +107,24 @@ def all_to_all(group: RankGroup, x: Tensor) -> Pending:
     )
 
 
+def all_to_all_rows(group: RankGroup, x: Tensor, sent: list[int], received: list[int]) -> Pending:
+    """Starts sending the first `sent[0]` rows of `x` `[sum(sent), ...]` to rank 0, the next to rank 1, and so on.
+
+    Gives `[sum(received), ...]`: `received[r]` rows of each rank r, in rank order. Not within calls that ranks expect
+    of each other (see `Habit`): no other rank could imitate it.
+    """
+    if group.size == 1:
+        return Pending("all_to_all", group, x, None)
+    x = x.contiguous()
+    out = x.new_empty(sum(received), *x.shape[1:])
+    row_bytes = x.nbytes // max(1, len(x))
+    sent_bytes = row_bytes * (sum(sent) - sent[group.rank])
+    return _start(
+        "all_to_all", group, sent_bytes, out, x,
+        lambda: dist.all_to_all_single(out, x, received, sent, group=group.group, async_op=True),
+    )  # fmt: skip
+
+
 def repeat(group: RankGroup, step: Step) -> None:
     """Issues a collective like `step`, of zeros."""
     collectives = {

@@ -43,6 +43,10 @@ class CheckpointLayoutError(VocabParallelError, ValueError):
     """A checkpoint of another vocabulary or layout."""
 
 
+class VocabularyError(VocabParallelError, ValueError):
+    """A vocabulary file that cannot be read, or a mapping of ids that is no partial bijection."""
+
+
 class ConfigError(VocabParallelError, ValueError):
     """A configuration with an unknown key or a value of the wrong type."""
 

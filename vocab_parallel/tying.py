@@ -77,13 +77,11 @@ def verify_tied(model: nn.Module, optimizer: Any = None, *, required: bool = Tru
     """Proves that every tie in `model` still holds, and that what is not tied is apart.
 
     Call it after construction, after the optimizer, after each load. Of each tie: one Parameter object, one key among
-    the named parameters, one ZeRO-3 id, no mark that leaves it out of the gradient norm. Of untied vocabulary
-    Parameters: no storage in common.
+    the named parameters, one ZeRO-3 id, no mark that leaves it out of the norm. Of the untied: no common storage.
 
     Args:
-        optimizer: Anything with `param_groups`. It must hold each tied Parameter exactly once, and none that the model
-            no longer has; its state, if it has one, must be of Parameters that it holds. Optimizers with master copies
-            keep theirs elsewhere: the integrations check those.
+        optimizer: Anything with `param_groups`. It must hold each tied Parameter once, none that the model lacks, and
+            state of these alone and of the vocabulary that a migration has left. Master copies: see the integrations.
         required: Whether a model without a tie is an error.
 
     Returns:
@@ -110,6 +108,10 @@ def verify_tied(model: nn.Module, optimizer: Any = None, *, required: bool = Tru
         _verify_counted_once(model, embedding.weight, pair)
         if optimizer is not None:
             _verify_optimizer(model, optimizer, embedding.weight, pair)
+    if optimizer is not None:
+        from vocab_parallel.vocabulary.ownership import verify_ownership  # whose package imports this module
+
+        verify_ownership(model, optimizer)
     return [pair for pair, _, _ in tied]
 
 
@@ -261,9 +263,8 @@ def _verify_optimizer(model: nn.Module, optimizer: Any, weight: nn.Parameter, pa
             f"the optimizer holds Parameters that the model no longer has ({', '.join(orphans)}), likely {pair[0]} "
             f"or {pair[1]} from before the tie. Build the optimizer after tie_weights."
         )
-    state = getattr(optimizer, "state", None)
-    owners = {id(parameter) for parameter in held}
-    stale = [key for key in state if isinstance(key, Tensor) and id(key) not in owners] if state else []
+    owners, state = {id(parameter) for parameter in held}, getattr(optimizer, "state", None) or {}
+    stale = [key for key in state if isinstance(key, Tensor) and id(key) not in owners]
     if stale:
         raise TyingError(
             f"the optimizer keeps state of {len(stale)} Parameters that are in none of its groups "

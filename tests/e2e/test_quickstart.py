@@ -15,6 +15,7 @@ import yaml
 from vocab_parallel import app
 from vocab_parallel.app import report, runlog, selftests
 from vocab_parallel.checkpoint import latest_checkpoint, read_state
+from vocab_parallel.vocabulary.manifest import Manifest
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -53,12 +54,11 @@ def test_the_run_folder_holds_everything(quickstart: tuple[Path, str]) -> None:
     assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["steps"] == STEPS
     assert "torch" in (folder / "env.txt").read_text()
     assert list((folder / "tensorboard").glob("events.*")) and "<svg" in (folder / "report.html").read_text()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["layout"]["vocab_size"] == 131_072 and manifest["layout"]["tp_size"] == 2
-    assert [(s["start"], s["stop"]) for s in manifest["layout"]["shards"]] == [(0, 65_536), (65_536, 131_072)]
-    assert (
-        len(manifest["vocabulary"]["sha256"]) == 64 and manifest["tied"] and manifest["loss"]["unit"] == "nats a token"
-    )
+    manifest = Manifest.read(folder)
+    assert manifest.vocabulary.size == 131_072 and manifest.checkpoint is not None
+    assert manifest.checkpoint.shard_ranges == ((0, 65_536), (65_536, 131_072))
+    assert len(manifest.vocabulary.ordered_table_sha256 or "") == 64
+    assert manifest.tying.tied and manifest.loss is not None and manifest.loss.unit == "nats"
     latest = latest_checkpoint(folder / "checkpoints")
     assert latest is not None and read_state(latest)["step"] == STEPS
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 EXACT = ("loss", "validation_loss", "gradient_norm", "oracle_loss", "learning_rate")
@@ -25,9 +28,13 @@ RUN = [
 ]
 
 
-def torchrun(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Two ranks of what follows ``torchrun``; also its seconds."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+def torchrun(*arguments: str, ranks: int = 2) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Ranks of what follows ``torchrun``; also its seconds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return launch([*command, *arguments])
+
+
+def launch(command: list[str]) -> tuple[subprocess.CompletedProcess[str], float]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     start = time.monotonic()
     job = subprocess.run(
@@ -36,10 +43,13 @@ def torchrun(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
     return job, time.monotonic() - start
 
 
-def test_a_killed_training_resumes_to_the_same_bits(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that came to its end in ``whole``, one that was killed in ``killed``, and a copy of that in ``moved``."""
     from vocab_parallel.app.runlog import read_metrics
     from vocab_parallel.checkpoint import latest_checkpoint, read_state
 
+    tmp_path = tmp_path_factory.mktemp("resume")
     settings = ["configs/smoke.yaml", *RUN, f"data.cache={tmp_path / 'cache'}"]
     whole, _ = torchrun("-m", "vocab_parallel", "train", *settings, f"runs={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
@@ -51,13 +61,21 @@ def test_a_killed_training_resumes_to_the_same_bits(tmp_path: Path) -> None:
     cause = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-\d+)", log, re.DOTALL)
     assert cause and cause.groups() == ("1", str(-signal.SIGKILL)), log
 
-    [folder], [whole_folder] = (tmp_path / "killed").iterdir(), (tmp_path / "whole").iterdir()
-    before = read_metrics(folder)
-    assert [row["step"] for row in before] == [1, 2, 3, 4, 5, 6]  # the kill came in step 7
+    [folder] = (tmp_path / "killed").iterdir()
+    assert [row["step"] for row in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]  # the kill came in step 7
     latest = latest_checkpoint(folder / "checkpoints")
     assert latest is not None and read_state(latest)["step"] == 5
     assert not (folder / "summary.json").exists()
+    shutil.copytree(folder, tmp_path / "moved" / "run")
+    return tmp_path
 
+
+def test_a_killed_training_resumes_to_the_same_bits(place: Path) -> None:
+    from vocab_parallel.app.runlog import read_metrics
+    from vocab_parallel.checkpoint import latest_checkpoint
+
+    [folder], [whole_folder] = (place / "killed").iterdir(), (place / "whole").iterdir()
+    before = read_metrics(folder)
     resumed, _ = torchrun("-m", "vocab_parallel", "train", str(folder))
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming at step 6" in resumed.stdout
@@ -65,7 +83,29 @@ def test_a_killed_training_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert [exact(row) for row in after] == [exact(row) for row in want] and len(want) == 8
     assert [exact(row) for row in before] == [exact(row) for row in want[:6]]
     assert len({row["loss"] for row in want}) == 8
-    assert (folder / "summary.json").exists() and latest_checkpoint(folder / "checkpoints").name == "step-00000008"
+    latest = latest_checkpoint(folder / "checkpoints")
+    assert (folder / "summary.json").exists() and latest is not None and latest.name == "step-00000008"
+
+
+def test_a_training_goes_on_at_four_ranks_and_its_text_comes_from_one_rank_and_from_three(place: Path) -> None:
+    from vocab_parallel.app.runlog import read_metrics
+    from vocab_parallel.checkpoint import latest_checkpoint, read_state
+
+    folder, [whole_folder] = place / "moved" / "run", (place / "whole").iterdir()
+    resumed, _ = torchrun("-m", "vocab_parallel", "train", str(folder), "train.async_checkpoints=true", ranks=4)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming at step 6" in resumed.stdout and "over 4 ranks" in resumed.stdout
+    for row, want in zip(read_metrics(folder), read_metrics(whole_folder), strict=True):
+        assert row["step"] == want["step"] and row["loss"] == pytest.approx(want["loss"], abs=1e-5)
+    latest = latest_checkpoint(folder / "checkpoints", verify=True)
+    assert latest is not None and latest.name == "step-00000008" and (latest / "vocabulary.json").is_file()
+    assert read_state(latest)["layout"]["tp_size"] == 4
+
+    words = ["-m", "vocab_parallel", "generate", str(folder), "generate.method=greedy"]
+    one, _ = launch([sys.executable, *words])
+    three, _ = torchrun(*words, ranks=3)
+    assert one.returncode == three.returncode == 0, one.stderr + three.stderr
+    assert one.stdout == three.stdout and len(one.stdout) > 10
 
 
 def exact(row: dict[str, Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests import ranks
 from tests.integrations.megatron_cpu import cuda_stand_in
@@ -26,6 +27,7 @@ from vocab_parallel.app.job import join
 from vocab_parallel.app.train import Run
 from vocab_parallel.app.vocabulary import open_vocabulary
 from vocab_parallel.errors import CheckpointLayoutError, ConfigError
+from vocab_parallel.vocabulary.manifest import Manifest, require_comparable, require_loadable
 
 ranks.preload("torch.utils.tensorboard", "vocab_parallel.app.train")
 
@@ -194,10 +196,11 @@ def refused(rank: int, place: Path) -> list[str]:
         with pytest.raises(ConfigError) as caught, opened(config):
             pass
         found.append(str(caught.value))
-    [folder] = (place / "2").glob("fsdp-2-2*")
-    other = configs.load(folder, [f"train.resume={folder}", "host=plain"])
+    [folder] = (place / "2").glob("deepspeed-2-zero1-2*")
+    other = configs.load(folder, [f"train.resume={folder}", "host=plain", "host_config=null"])
     with pytest.raises(ConfigError, match="no whole checkpoint of host=plain"), opened(other):
         pass
+    [folder] = (place / "2").glob("fsdp-2-2*")
     with opened(configs.load(folder, [f"train.resume={folder}", "parallel.tp=1"])) as run:  # FSDP2 takes another split
         found.append(str(run.validate()))
     [folder] = (place / "2").glob("deepspeed-2-zero1-2*")
@@ -218,3 +221,59 @@ def test_another_split_loads_or_is_refused_and_so_are_other_mistakes_on_every_ra
     assert "host=megatron needs CUDA" in one[2]
     assert float(one[3]) == pytest.approx(before[-1]["validation_loss"], abs=1e-6)
     assert "tp_size 2, here 1" in one[4] and "replicas 1, here 2" in one[4]
+
+
+@pytest.mark.parametrize(
+    "model", [SAME_MODEL[2], OTHER_MODEL[2][:2], OTHER_MODEL[2][2:]], ids=lambda cases: cases[0][0]
+)
+def test_the_manifests_of_one_model_fit_whatever_host_and_split_it_runs_in(model: list[Case], place: Path) -> None:
+    """Whole shapes are told: of DTensors, of ZeRO-3's partitions, of Megatron's tensor-parallel trunk."""
+    found = []
+    for case in model:
+        rows(2, case, place)
+        [folder] = (place / "2").glob(f"{named(case)}-2*")
+        found.append(Manifest.read(folder))
+    assert [one.runtime.host for one in found] == [host for host, _, _ in model]
+    for other in found[1:]:
+        require_loadable(found[0], other, where="a run")
+        require_comparable(found[0], other)
+    assert all(one.tying.tied and one.vocabulary.size == 259 and one.notes["corpus"] for one in found)
+
+
+# What is loaded, and as what: each on three ranks, which the training did not have.
+MOVED = [(("plain", 2, ""), "fsdp"), (("fsdp", 2, ""), "fsdp"), (("fsdp", 1, ""), "plain"),
+         (("transformers", 2, ""), "transformers")]  # fmt: skip
+
+
+def moved(rank: int, place: Path, cases: list[tuple[Case, str]]) -> list[tuple[Any, str]]:
+    return [attempt(rank, functools.partial(move, host=host), case, place) for case, host in cases]
+
+
+def move(case: Case, place: Path, *, host: str) -> tuple[float, str]:
+    """The last validation loss and some text of a run, on the ranks that are there."""
+    [folder] = place.glob(f"{named(case)}-2*")
+    words = [f"host={host}", "parallel.tp=3", "parallel.multiple_of=1"]
+    text = generate(folder, configs.load(folder, [*words, "generate.method=greedy", "generate.max_tokens=3"]))
+    again = place.parent / "moved" / f"{named(case)}-to-{host}"  # an opened run describes itself in its folder
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        shutil.copytree(folder, again)
+    dist.barrier()
+    with opened(configs.load(again, [f"train.resume={again}", "train.steps=6", *words])) as run:
+        loss = run.validate()
+        run.steps()
+    return loss, text
+
+
+def test_a_run_generates_and_goes_on_at_another_number_of_ranks_and_in_another_host(place: Path) -> None:
+    before = [rows(2, case, place)[-1]["validation_loss"] for case, _ in MOVED]
+    found = run_ranks(moved, 3, place / "2", MOVED, timeout=240.0)
+    assert not [trace for rank in found for _, trace in rank if trace]
+    assert found[0] == found[1] == found[2]
+    for (case, host), ((loss, text), _), want in zip(MOVED, found[0], before, strict=True):
+        assert loss == pytest.approx(want, abs=1e-5), (case, host)
+        assert text.startswith("import ") and len(text) > len("import ")
+        folder = place / "moved" / f"{named(case)}-to-{host}"
+        again = runlog.read_metrics(folder)
+        assert [row["step"] for row in again] == [1, 2, 3, 4, 5, 6] and again[-1]["validation_loss"] < want + 1e-3
+        assert (folder / "checkpoints" / "step-00000006" / "vocabulary.json").is_file()
+    assert len({text for ((_, text), _), (case, _) in zip(found[0], MOVED, strict=True) if case in SAME_MODEL[2]}) == 1

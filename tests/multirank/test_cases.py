@@ -15,12 +15,15 @@ import torch
 
 from tests.batch import run_batch
 from tests.case_runners import (
+    checkpoint,
     decode_beam,
     decode_processors,
     decode_warpers,
     deepspeed,
+    export,
     layouts,
     losses,
+    migration,
     sampling,
     selection,
     together,
@@ -47,7 +50,7 @@ RUNNERS: dict[str, Runner] = {
     "loss_scale": Runner(losses.check_loss_scale, losses.observe_loss_scale),
     "pad_plan": Runner(layouts.check_pad_plan, every_dtype=False),
     "pad_error": Runner(layouts.check_pad_error, every_dtype=False),
-    "resize": Runner(layouts.check_other_tp, every_dtype=False),
+    "resize": Runner(migration.check_resize, migration.observe_resize),
     "embedding_error": Runner(layouts.check_embedding_error, layouts.observe_embedding_error),
     "greedy": Runner(selection.check_selection, selection.observe_selection),
     "topk": Runner(selection.check_selection, selection.observe_selection),
@@ -81,6 +84,9 @@ RUNNERS: dict[str, Runner] = {
     "zero_equal": Runner(deepspeed.check_zero_equal, deepspeed.observe_zero_equal, world=2),
     "zero_padding": Runner(deepspeed.check_zero_padding, every_dtype=False),
     "resize_zero3": Runner(deepspeed.check_resize_zero3, deepspeed.observe_resize_zero3, world=2, every_dtype=False),
+    "export": Runner(export.check_export, export.observe_export),
+    "reshard": Runner(checkpoint.check_reshard, checkpoint.observe_reshard, world=4),
+    "load_tie_change": Runner(checkpoint.check_tie_change, checkpoint.observe_tie_change),
     "zero3_empty_weight": Runner(together.check_empty_weight, together.observe_empty_weight),
 }
 

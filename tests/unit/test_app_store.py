@@ -1,186 +1,153 @@
-"""Checkpoints: the same bits back on the same ranks, refused on others, whole or not there."""
+"""Checkpoints of one process without torch.distributed: kept, replaced, pruned, and what an optimizer keeps."""
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
+import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from tests.ranks import RankFailure, run_ranks
-from vocab_parallel import VocabLayout, VocabParallelEmbedding, VocabParallelLMHead, VocabShard, tie_weights
-from vocab_parallel.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
-from vocab_parallel.errors import CheckpointLayoutError
-
-EXTRA = {"vocabulary_sha256": "a" * 64, "note": [1, "x"]}
-
-
-class Small(nn.Module):
-    def __init__(self, shard: VocabShard, width: int = 6, seed: int = 0) -> None:
-        super().__init__()
-        self.embedding = VocabParallelEmbedding(width, shard=shard)
-        self.embedding.reset_parameters(seed=seed, std=1.0)
-        generator = torch.Generator().manual_seed(seed)
-        self.trunk = nn.Linear(width, width)
-        with torch.no_grad():
-            for parameter in self.trunk.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        self.head = VocabParallelLMHead(width, shard=shard, bias=True)
-        tie_weights(self.embedding, self.head)
-
-    def loss(self, ids: Tensor) -> Tensor:
-        return self.head.loss(self.trunk(self.embedding(ids)), ids.roll(1))
+from tests.multirank.checkpoint_cases import Model, build, digest, make_optimizer, train
+from vocab_parallel import VocabLayout, VocabShard
+from vocab_parallel.checkpoint import latest_checkpoint, load_checkpoint, open_checkpoint, read_state, save_checkpoint
+from vocab_parallel.checkpoint.saver import AsyncSaver
+from vocab_parallel.errors import CheckpointLayoutError, VocabParallelError
+from vocab_parallel.vocabulary import VocabIdentity
+from vocab_parallel.vocabulary.formats import read_vocabulary
+from vocab_parallel.vocabulary.manifest import Manifest
 
 
-def build(tp: int, vocab_size: int = 9, width: int = 6, seed: int = 0) -> tuple[Small, torch.optim.AdamW]:
-    shard = VocabShard(VocabLayout(vocab_size, tp, multiple_of=1), dist.group.WORLD if tp > 1 else None)
-    model = Small(shard, width, seed)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor", "Muon"])
+def test_a_loaded_run_goes_on_bit_for_bit_and_settings_stay(kind: str, tmp_path: Path) -> None:
+    model, optimizer = build(False, kind)
+    train(model, optimizer, range(3))
+    path = save_checkpoint(tmp_path, model, optimizer, 3, {"a": [1, None]})
+    want = train(model, optimizer, range(3, 6))
+    model, optimizer = build(False, kind)
+    optimizer.param_groups[0]["lr"] *= 1.0
+    gradient = model.trunk.bias.grad = torch.ones(6)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert load_checkpoint(path, model, optimizer) == (3, {"a": [1, None]})
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    assert model.trunk.bias.grad is gradient and model.trunk.weight.grad is None, "gradients are the caller's"
+    assert train(model, optimizer, range(3, 6)) == want
 
 
-def advance(model: Small, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        ids = torch.randint(9, (8,), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss = model.loss(ids)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def save_and_go_on(rank: int, tp: int, folder: str) -> list[float]:
-    model, optimizer = build(tp)
-    advance(model, optimizer, range(3))
-    save_checkpoint(folder, model, optimizer, 3, EXTRA)
-    return advance(model, optimizer, range(3, 6))
-
-
-def load_and_go_on(rank: int, tp: int, folder: str) -> list[float]:
-    model, optimizer = build(tp, seed=1)
-    latest = latest_checkpoint(folder)
-    assert latest is not None
-    assert load_checkpoint(latest, model, optimizer, vocabulary_sha256="a" * 64) == (3, EXTRA)
-    assert model.embedding.weight is model.head.weight and optimizer.param_groups[0]["lr"] == 0.1
-    return advance(model, optimizer, range(3, 6))
-
-
-@pytest.mark.parametrize("tp", [1, 3])
-def test_a_loaded_run_goes_on_bit_for_bit(tp: int, tmp_path: Path) -> None:
-    went_on = run_ranks(save_and_go_on, tp, tp, str(tmp_path))
-    resumed = run_ranks(load_and_go_on, tp, tp, str(tmp_path))
-    assert resumed == went_on and len(set(went_on[0])) == 3
-
-
-def test_the_tied_weight_has_one_key_and_the_shards_are_one_tensor(tmp_path: Path) -> None:
-    run_ranks(save_and_go_on, 2, 2, str(tmp_path))
-    path = tmp_path / "step-00000003"
-    state = read_state(path)
-    assert state["layout"] == {"vocab_size": 9, "padded_size": 10, "tp_size": 2}
-    names = set(state["tensors"])
-    assert {name for name in names if name.startswith("model.")} == {
-        "model.embedding.weight", "model.head.bias", "model.trunk.weight", "model.trunk.bias"}  # fmt: skip
-    assert "optimizer.embedding.weight.exp_avg" in names and not any("head.weight" in name for name in names)
-    with (path / ".metadata").open("rb") as file:
-        saved = pickle.load(file).state_dict_metadata
-    for key in ("model.embedding.weight", "optimizer.embedding.weight.exp_avg_sq"):
-        assert list(saved[key].size) == [10, 6] and len(saved[key].chunks) == 2
-    assert list(saved["model.head.bias"].size) == [10]
-    assert len(saved["model.trunk.weight"].chunks) == 1
-
-
-def load_other(rank: int, tp: int, folder: str, changes: dict[str, Any], sha256: str | None) -> None:
-    model, optimizer = build(tp, **changes)
-    before = model.embedding.weight.detach().clone()
-    try:
-        load_checkpoint(Path(folder) / "step-00000003", model, optimizer, vocabulary_sha256=sha256)
-    finally:
-        assert torch.equal(model.embedding.weight, before), "a refused checkpoint changed the weights"
-
-
-@pytest.mark.parametrize(
-    ("tp", "changes", "sha256", "words"),
-    [
-        (1, {}, None, ["V=9 padded to 10 over 2 ranks", "V=9 padded to 9 over 1 ranks"]),
-        (2, {"vocab_size": 11}, None, ["V=9 padded to 10 over 2 ranks", "V=11 padded to 12 over 2 ranks"]),
-        (2, {}, "b" * 64, ["aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"]),
-        (2, {"width": 4}, None, ["model.embedding.weight", "[5, 6]", "[5, 4]"]),
-    ],
-    ids=["ranks", "vocabulary size", "vocabulary", "width"],
-)
-def test_another_layout_is_refused_on_every_rank(
-    tp: int, changes: dict[str, Any], sha256: str | None, words: list[str], tmp_path: Path
-) -> None:
-    run_ranks(save_and_go_on, 2, 2, str(tmp_path))
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(load_other, tp, tp, str(tmp_path), changes, sha256)
-    errors = caught.value.errors
-    assert set(errors) == set(range(tp)) and len(set(errors.values())) == 1
-    for error in errors.values():
-        assert error.type == CheckpointLayoutError.__name__ and all(word in error.message for word in words), error
-
-
-def test_only_whole_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
-    model, optimizer = build(1)
-    assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "absent") is None
+def test_old_ones_go_and_a_step_saved_twice_keeps_the_later(tmp_path: Path) -> None:
+    model, optimizer = build(True)
     for step in (1, 2, 10):
         save_checkpoint(tmp_path, model, optimizer, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000010"]
-    (tmp_path / "step-00000011").mkdir()
-    (tmp_path / ".step-00000012.partial").mkdir()
-    os.remove(tmp_path / "step-00000010" / ".metadata")
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000002"
-    with pytest.raises(CheckpointLayoutError, match="not a whole checkpoint"):
-        load_checkpoint(tmp_path / "step-00000010", model)
+    path = save_checkpoint(tmp_path, model, optimizer, 10, {"round": 2})
+    assert read_state(path)["extra"] == {"round": 2} and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = build(1)
-    save_checkpoint(tmp_path, model, optimizer, 1)
-    monkeypatch.setattr(json, "dump", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(tmp_path, model, optimizer, 2, keep=1)
-    monkeypatch.undo()
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
-    save_checkpoint(tmp_path, model, optimizer, 2, keep=1)  # what the failure left behind is no obstacle
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+def test_manifest_and_vocabulary_stand_beside_the_tensors(tmp_path: Path) -> None:
+    model, optimizer = build(True)
+    identity = VocabIdentity.of_tokens([f"t{at}" for at in range(29)], special_ids={"bos": 1})
+    path = save_checkpoint(tmp_path, model, optimizer, 4, identity=identity)
+    assert read_vocabulary(path / "vocabulary.json").sha256 == identity.sha256
+    manifest = Manifest.read(path)
+    assert manifest.vocabulary.ordered_table_sha256 == identity.sha256 and manifest.tying.tied
+    assert manifest.checkpoint is not None and manifest.checkpoint.step == 4
+    stored = open_checkpoint(path)
+    assert {key: (spec.dtype, spec.shape) for key, spec in manifest.checkpoint.tensors.items()} == {
+        key: (str(dtype).removeprefix("torch."), tuple(size)) for key, (dtype, size) in stored.tensors.items()
+    }
+    with pytest.raises(CheckpointLayoutError, match="vocabulary sha256"):
+        load_checkpoint(path, model, vocabulary_sha256="c" * 64)
+    assert load_checkpoint(path, model, vocabulary_sha256=identity.sha256)[0] == 4
+    other = VocabIdentity.of_tokens([f"t{at}" for at in reversed(range(29))])
+    with pytest.raises(CheckpointLayoutError, match="migrate"):
+        load_checkpoint(path, model, manifest=Manifest.of(model, identity=other))
+    mine = dataclasses.replace(Manifest.of(model, identity=identity), notes={"a": 1})
+    assert load_checkpoint(path, model, manifest=mine)[0] == 4
 
 
-def test_saving_a_step_twice_keeps_the_later(tmp_path: Path) -> None:
-    model, optimizer = build(1)
-    save_checkpoint(tmp_path, model, optimizer, 1, {"round": 1})
-    path = save_checkpoint(tmp_path, model, optimizer, 1, {"round": 2})
-    assert read_state(path)["extra"] == {"round": 2} and len(list(tmp_path.iterdir())) == 1
-
-
-class Malicious:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (os.environ["VOCAB_PARALLEL_TEST_TRACE"],))
-
-
-def test_a_metadata_file_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = build(1)
-    path = save_checkpoint(tmp_path, model, None, 1)
-    trace = tmp_path / "ran"
-    monkeypatch.setenv("VOCAB_PARALLEL_TEST_TRACE", str(trace))
-    (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
-    with pytest.raises(CheckpointLayoutError, match="mkdir"):
-        load_checkpoint(path, model)
-    assert not trace.exists()
-
-
-def test_weights_alone_load_without_an_optimizer(tmp_path: Path) -> None:
-    model, optimizer = build(1)
-    advance(model, optimizer, range(2))
+def test_weights_alone_load_without_an_optimizer_and_a_frozen_part_has_no_state(tmp_path: Path) -> None:
+    model, optimizer = build(False)
+    model.trunk.requires_grad_(False)
+    train(model, optimizer, range(2))
     path = save_checkpoint(tmp_path, model, optimizer, 2)
-    other, _ = build(1, seed=1)
-    assert load_checkpoint(path, other)[0] == 2
-    for name, parameter in other.named_parameters():
-        assert torch.equal(parameter, dict(model.named_parameters())[name])
+    assert not any("trunk" in key for key in open_checkpoint(path).tensors if key.startswith("optimizer."))
+    other, fresh = build(False)
+    with torch.no_grad():
+        other.trunk.weight.zero_()
+    assert load_checkpoint(path, other)[0] == 2 and not fresh.state
+    assert digest(other) == digest(model)
+    load_checkpoint(path, other, fresh)
+    assert len(fresh.state) == len(optimizer.state) == 3
+
+
+def test_a_state_of_a_number_and_one_of_a_tensor_fill_each_other(tmp_path: Path) -> None:
+    model, optimizer = build(True)
+    train(model, optimizer, range(2))
+    weight = model.trunk.weight
+    optimizer.state[weight]["step"] = 2
+    path = save_checkpoint(tmp_path, model, optimizer, 2)
+    assert read_state(path)["scalars"] == {"optimizer.trunk.weight.step": 2}
+    other, tensors = build(True)
+    load_checkpoint(path, other, tensors)
+    assert tensors.state[other.trunk.weight]["step"].item() == 2.0
+    path = save_checkpoint(tmp_path, other, tensors, 3)
+    load_checkpoint(path, model, optimizer)
+    assert optimizer.state[weight]["step"] == 2 and isinstance(optimizer.state[weight]["step"], int)
+    optimizer.state[weight]["note"] = {"a": 1}
+    with pytest.raises(CheckpointLayoutError, match=r"optimizer\.trunk\.weight\.note is a dict"):
+        save_checkpoint(tmp_path, model, optimizer, 4)
+
+
+def test_what_has_no_vocabulary_or_no_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointLayoutError, match="no vocabulary-sharded parameter"):
+        save_checkpoint(tmp_path, nn.Linear(2, 2), None, 1)
+    model = Model(VocabShard(VocabLayout(29, 1, multiple_of=1)), True, device="meta")
+    with pytest.raises(CheckpointLayoutError, match="meta device"):
+        save_checkpoint(tmp_path, model, None, 1)
+    model, _ = build(True)
+    with pytest.raises(CheckpointLayoutError, match="that the model does not have"):
+        stale = copy.deepcopy(model)
+        optimizer = make_optimizer("AdamW", stale)
+        train(stale, optimizer, range(1))
+        save_checkpoint(tmp_path, model, optimizer, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_in_words_now_or_at_the_next_wait(tmp_path: Path) -> None:
+    model, optimizer = build(True)
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(VocabParallelError, match="could not be begun: NotADirectoryError"):
+        save_checkpoint(tmp_path / "file", model, optimizer, 1)
+    saver = AsyncSaver()
+    saver.save(tmp_path / "file", model, optimizer, 1)
+    with pytest.raises(VocabParallelError, match="could not be begun"):
+        saver.save(tmp_path / "good", model, optimizer, 2)
+    saver.save(tmp_path / "good", model, optimizer, 2)  # the error was raised once
+    assert saver.wait() == latest_checkpoint(tmp_path / "good")
+    with pytest.raises(ZeroDivisionError), saver:
+        saver.save(tmp_path / "good", model, optimizer, 3)
+        raise ZeroDivisionError
+    assert saver.wait() == tmp_path / "good" / "step-00000003"
+
+
+def test_values_that_json_does_not_hold_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, optimizer = build(True)
+    bad: list[Any] = [float("nan"), {1, 2}]
+    for value in bad:
+        with pytest.raises(VocabParallelError, match="could not be collected"):
+            save_checkpoint(tmp_path, model, optimizer, 1, {"value": value})
+    assert not list(tmp_path.iterdir())
+
+
+def test_master_weights_that_the_optimizer_here_does_not_keep_are_left(tmp_path: Path) -> None:
+    model, optimizer = build(True)
+    train(model, optimizer, range(1))
+    optimizer.state[model.embedding.weight]["master_weight"] = model.embedding.weight.detach().clone()
+    path = save_checkpoint(tmp_path, model, optimizer, 1)
+    assert open_checkpoint(path).tensors["optimizer.embedding.weight.master_weight"][1] == torch.Size([29, 6])
+    other, fresh = build(True)
+    load_checkpoint(path, other, fresh)
+    assert digest(other) == digest(model) and "master_weight" not in fresh.state[other.embedding.weight]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +24,7 @@ from vocab_parallel.app.oracle import check, whole_loss
 from vocab_parallel.collectives import gather_vocab
 from vocab_parallel.errors import ConfigError, NonFiniteError
 from vocab_parallel.gradient_norm import clip_gradients_
+from vocab_parallel.vocabulary.manifest import Manifest
 
 MODEL = ModelConfig(dim=16, layers=1, heads=2, context=8, head_bias=True)
 VOCAB = 101
@@ -222,11 +222,13 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
     return base | changes
 
 
-MANIFEST = {
-    "corpus": {"unigram_entropy": 4.75},
-    "layout": {"vocab_size": 9, "padded_size": 12, "tp_size": 2, "shard_size": 6,
-               "shards": [{"rank": 0, "start": 0, "stop": 6}, {"rank": 1, "start": 6, "stop": 9}]},
-}  # fmt: skip
+MANIFEST = Manifest.of_tensors(
+    {"model.embedding.weight": (torch.float32, (9, 4))},
+    tables=["embedding.weight"],
+    ties={},
+    layout=VocabLayout.from_padded(9, 12, 2),
+    notes={"corpus": {"unigram_entropy": 4.75}},
+)
 
 
 def test_a_resumed_log_keeps_what_the_checkpoint_knows(tmp_path: Path) -> None:
@@ -263,7 +265,7 @@ def test_the_report_is_one_page_with_everything_in_it(tmp_path: Path) -> None:
 def test_a_report_needs_a_run_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no manifest\.json"):
         report.write(tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
+    MANIFEST.write(tmp_path)
     with pytest.raises(ConfigError, match="no step yet"):
         report.write(tmp_path)
 

@@ -23,7 +23,7 @@ SCRIPTS = ["scripts/lib.sh", "scripts/quickstart", "scripts/test", "scripts/chec
            "launch/local.sh", "launch/two_nodes.sh", "launch/slurm.sbatch",
            *(f"launch/{host}.sh" for host in HOSTS)]  # fmt: skip
 LOCKS = ["quickstart", "dev", "dev-data", "data", "bench", "hosts"]
-EXTRAS = {"train", "megatron", "deepspeed", "transformers", "kernels", "dev"}
+EXTRAS = {"train", "megatron", "deepspeed", "transformers", "vocabulary", "kernels", "dev"}
 UNPINNED = ["triton ; sys_platform == 'linux'"]  # a CUDA build of torch names its own version
 PIN = re.compile(r"([a-z0-9-]+)==[0-9][^\s;*]*( ; .+)?")
 
@@ -150,7 +150,7 @@ def test_no_pin_is_given_twice_for_one_python() -> None:
 
 def test_python_sources_name_no_absolute_path() -> None:
     """Only the paths that every Linux system has may be named."""
-    pattern = re.compile(r"""["'](/(?!dev/|proc/|bin/|sys/)[A-Za-z0-9_.-]+/[^"']*)["']""")
+    pattern = re.compile(r"""["'](/(?!dev/|proc/|bin/|sys/|etc/)[A-Za-z0-9_.-]+/[^"']*)["']""")
     found = {
         f"{path.relative_to(ROOT)}: {match.group(1)}"
         for folder in ("vocab_parallel", "tests")

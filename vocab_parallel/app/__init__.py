@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from vocab_parallel.errors import CheckpointLayoutError, ConfigError
+from vocab_parallel.errors import CheckpointLayoutError, ConfigError, LayoutError, VocabularyError
 
 # One line a command: its module under `app` (with add_arguments and main) and what it does.
 COMMANDS = {
@@ -18,6 +18,11 @@ COMMANDS = {
     "plan": "predict time, memory and bytes of each schedule of the loss, with advice",
     "bench": "time the loss beside other libraries, or selection beside gathering, with bytes and collectives",
     "report": "rebuild a run folder's report.html",
+    "manifest": "show, compare or verify what checkpoints and runs say they are",
+    "migrate": "give a checkpoint, a run or a Hugging Face model another vocabulary",
+    "convert": "checkpoints from and to Hugging Face directories and Megatron-core, from DeepSpeed",
+    "reshard": "rewrite a checkpoint along the shards of another number of ranks",
+    "release": "promote, roll back and verify releases: model, tokenizer and policy as one",
 }
 
 
@@ -42,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides = [*args.overrides, *rest]  # argparse leaves out overrides that follow an option
     try:
         status: int = importlib.import_module(f"vocab_parallel.app.{args.command}").main(args)
-    except (ConfigError, CheckpointLayoutError) as error:
+    except (ConfigError, CheckpointLayoutError, LayoutError, VocabularyError) as error:
         rank = os.environ.get("RANK")
         where = f" (rank {rank})" if rank is not None else ""
         print(f"{type(error).__name__}{where}: {error}", file=sys.stderr, flush=True)

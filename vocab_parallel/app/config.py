@@ -83,7 +83,7 @@ class ParallelConfig:
 class DataConfig:
     """Vocabulary and corpus."""
 
-    vocab: str = "tekken"  # tekken (131,072 ids) | bytes (259 ids)
+    vocab: str = "tekken"  # tekken (131,072 ids) | bytes (259 ids) | a tokenizer file, or the folder of one
     paths: list[str] = dataclasses.field(
         default_factory=list
     )  # files, folders, globs; empty: Python's standard library
@@ -92,7 +92,8 @@ class DataConfig:
     cache: str | None = None  # folder of tokenised corpora; null: the user's cache folder
 
     def __post_init__(self) -> None:
-        choice("data.vocab", self.vocab, ("tekken", "bytes"))
+        good = self.vocab in ("tekken", "bytes") or Path(self.vocab).exists()
+        require(good, "data.vocab", "tekken, bytes or the path of a tokenizer", self.vocab)
         require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", "null or above 0", self.max_bytes)
         fraction = self.validation_fraction
         require(0 < fraction < 1, "data.validation_fraction", "between 0 and 1, both excluded", fraction)
@@ -138,6 +139,7 @@ class TrainConfig:
     validation_sequences: int = 16
     checkpoint_every: int = 50  # steps; the last step always saves; 0: only at the end
     keep_checkpoints: int = 2
+    async_checkpoints: bool = False  # write them beside the training, from a copy in memory
     resume: str | None = None  # a run folder: continue from its latest checkpoint
     require_under_unigram: bool = False  # exit with an error if the validation loss does not get under the entropy
 

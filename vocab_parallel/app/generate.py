@@ -50,7 +50,8 @@ def generate(folder: Path, config: Config, requests: Sequence[Request] = (), *, 
 
     Raises:
         ConfigError: no checkpoint there, a policy that cannot be used, or a trace that cannot be written.
-        CheckpointLayoutError: the number of ranks is not that of the training.
+        CheckpointLayoutError: it does not fit: another vocabulary or model, or for the hosts megatron and deepspeed
+            another number of ranks.
     """
     vocabulary = open_vocabulary(config.data.vocab)
     requests = requests or requests_of(config.generate, [config.generate.prompt])

@@ -13,6 +13,7 @@ from typing import Any
 
 from vocab_parallel.app import runlog
 from vocab_parallel.errors import ConfigError
+from vocab_parallel.vocabulary.manifest import Manifest
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -28,7 +29,9 @@ def write(folder: Path) -> Path:
     Raises:
         ConfigError: `folder` is not a run folder, or has no step yet.
     """
-    manifest = runlog.read_json(folder, "manifest.json")
+    if not (folder / "manifest.json").is_file():
+        raise ConfigError(f"{folder} holds no manifest.json: expected a run folder that `train` wrote")
+    manifest = Manifest.read(folder)
     rows = runlog.read_metrics(folder)
     if not rows:
         raise ConfigError(f"{folder}/metrics.jsonl holds no step yet")
@@ -51,8 +54,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _page(folder: Path, manifest: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None) -> str:
-    entropy = manifest["corpus"]["unigram_entropy"]
+def _page(folder: Path, manifest: Manifest, rows: Rows, summary: Mapping[str, Any] | None) -> str:
+    entropy = manifest.notes["corpus"]["unigram_entropy"]
     figures = [
         (
             "Loss",
@@ -79,7 +82,7 @@ def _page(folder: Path, manifest: Mapping[str, Any], rows: Rows, summary: Mappin
         f"<figure><figcaption><b>{title}</b> {note}</figcaption>{image}</figure>" for title, note, image in figures
     ]
     body.append("</div>")
-    body += ["<h2>Layout</h2>", _layout_table(manifest["layout"])]
+    body += ["<h2>Layout</h2>", _layout_table(manifest)]
     if summary is not None:
         body += ["<h2>Sample</h2>", f"<pre>{html.escape(summary['sample'])}</pre>"]
     for title, name in (("Configuration", "config.yaml"), ("Environment", "env.txt"), ("Manifest", "manifest.json")):
@@ -101,16 +104,18 @@ def _closing(rows: Rows, summary: Mapping[str, Any] | None) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
-def _layout_table(layout: Mapping[str, Any]) -> str:
+def _layout_table(manifest: Manifest) -> str:
+    sharded = manifest.checkpoint
+    if sharded is None:
+        return "<p>The manifest does not say how the vocabulary was sharded.</p>"
     head = "<tr><th>rank</th><th>first id</th><th>end (not included)</th><th>real ids</th><th>padding rows</th></tr>"
-    lines = []
-    for shard in layout["shards"]:
-        real = shard["stop"] - shard["start"]
-        cells = (shard["rank"], shard["start"], shard["stop"], real, layout["shard_size"] - real)
+    rows, lines = sharded.padded_size // sharded.tp_size, []
+    for rank, (start, stop) in enumerate(sharded.shard_ranges):
+        cells = (rank, start, stop, stop - start, rows - (stop - start))
         lines.append("<tr>" + "".join(f'<td class="n">{cell:,}</td>' for cell in cells) + "</tr>")
     about = (
-        f"<p>{layout['vocab_size']:,} real ids, {layout['padded_size']:,} rows allocated over "
-        f"{layout['tp_size']} ranks of {layout['shard_size']:,} rows.</p>"
+        f"<p>{manifest.vocabulary.size:,} real ids, {sharded.padded_size:,} rows allocated over "
+        f"{sharded.tp_size} ranks of {rows:,} rows.</p>"
     )
     return f"{about}<table>{head}{''.join(lines)}</table>"
 

@@ -16,6 +16,7 @@ import torch
 
 from vocab_parallel.app.config import Config
 from vocab_parallel.errors import ConfigError
+from vocab_parallel.vocabulary.manifest import Manifest
 
 PACKAGES = ("vocab-parallel", "torch", "numpy", "tiktoken", "mistral-common", "matplotlib", "tensorboard")
 
@@ -40,11 +41,11 @@ class RunLog:
         purge = None if resume_step is None else resume_step + 1
         self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
-    def describe(self, config: Config, manifest: Mapping[str, Any]) -> None:
+    def describe(self, config: Config, manifest: Manifest) -> None:
         """Writes ``config.yaml``, ``env.txt`` and ``manifest.json``."""
         _write_whole(self.folder / "config.yaml", config.to_yaml())
         _write_whole(self.folder / "env.txt", environment())
-        _write_whole(self.folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        manifest.write(self.folder)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Appends one line to ``metrics.jsonl`` and its numbers to TensorBoard; flushed, so a crash keeps it."""
@@ -88,7 +89,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """``manifest.json`` or ``summary.json`` of a run folder.
+    """A JSON file of a run folder, such as ``summary.json``.
 
     Raises:
         ConfigError: the folder holds no such file.

@@ -23,6 +23,13 @@ from vocab_parallel.app.optim import learning_rate
 from vocab_parallel.app.progress import Progress
 from vocab_parallel.app.vocabulary import Vocabulary, open_vocabulary
 from vocab_parallel.errors import ConfigError, VocabParallelError
+from vocab_parallel.vocabulary.manifest import (
+    LossContract,
+    Manifest,
+    PolicyContract,
+    RandomnessContract,
+    require_loadable,
+)
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -103,6 +110,7 @@ class Run:
                 if self.log is not None:
                     self.log.step(row)
                 progress.show(row)
+        self.host.finish_saving()
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step. Returns its line for ``metrics.jsonl``."""
@@ -156,37 +164,34 @@ class Run:
     def save(self, step: int) -> None:
         """Writes the checkpoint of `step`."""
         extra = {"vocabulary": self.config.data.vocab, "vocabulary_sha256": self.vocabulary.sha256}
-        self.host.save(self.folder / "checkpoints", step, extra)
+        identity = self.vocabulary.identity
+        self.host.save(self.folder / "checkpoints", step, extra, manifest=self.manifest(), identity=identity)
 
-    def manifest(self) -> dict[str, Any]:
-        """What the run was made from."""
-        layout = self.shard.layout
-        ranges = [layout.range(rank) for rank in range(layout.tp_size)]
-        return {
-            "versions": runlog.versions(),
-            "vocabulary": {"name": self.config.data.vocab, "sha256": self.vocabulary.sha256},
-            "layout": {
-                "vocab_size": layout.vocab_size,
-                "padded_size": layout.padded_size,
-                "tp_size": layout.tp_size,
-                "shard_size": layout.shard_size,
-                "shards": [{"rank": rank, "start": r.start, "stop": r.stop} for rank, r in enumerate(ranges)],
+    def manifest(self) -> Manifest:
+        """What the run is: the same on every rank."""
+        config, corpus = self.config, self.corpus
+        policy = decoding_of(config.generate, self.shard.vocab_size).policy
+        return Manifest.of(
+            self.model,
+            identity=self.vocabulary.identity,
+            loss=LossContract(),
+            policy=PolicyContract.of(policy, stop_ids=[self.vocabulary.eos]),
+            randomness=RandomnessContract(seed=config.generate.seed),
+            host=config.host,
+            notes={
+                "vocabulary": config.data.vocab,
+                "replicas": self.job.replicas.size,
+                "parameters": self.host.trunk_parameters + self.shard.vocab_size * config.model.dim,
+                "corpus": {
+                    "documents": corpus.documents,
+                    "text_bytes": corpus.text_bytes,
+                    "train_tokens": corpus.train.length,
+                    "validation_tokens": corpus.validation.length,
+                    "unigram_entropy": corpus.unigram_entropy,
+                    "validation_unigram_entropy": corpus.validation_entropy,
+                },
             },
-            "host": self.config.host,
-            "replicas": self.job.replicas.size,
-            "tied": list(self.host.tied),
-            "loss": {"unit": "nats a token", "reduction": "mean over tokens", "dtype": "float32", "smoothing": 0.0},
-            "parameters": self.host.trunk_parameters + layout.vocab_size * self.config.model.dim,
-            "corpus": {
-                "documents": self.corpus.documents,
-                "text_bytes": self.corpus.text_bytes,
-                "train_tokens": self.corpus.train.length,
-                "validation_tokens": self.corpus.validation.length,
-                "unigram_entropy": self.corpus.unigram_entropy,
-                "validation_unigram_entropy": self.corpus.validation_entropy,
-            },
-            "device": str(self.job.device),
-        }
+        )
 
     def close(self) -> None:
         """Closes the logs."""
@@ -231,6 +236,8 @@ class Run:
             raise ConfigError(
                 f"nothing to resume: {folder}/checkpoints holds no whole checkpoint of host={self.config.host}"
             )
+        own = (latest / "manifest.json").is_file()  # else the run's: every checkpoint of a run is of one kind
+        require_loadable(Manifest.read(latest if own else folder), self.manifest(), where=str(latest))
         return self.host.load(latest, vocabulary_sha256=self.vocabulary.sha256) + 1, folder
 
     def _opening(self) -> str:

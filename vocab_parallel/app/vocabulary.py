@@ -1,31 +1,54 @@
-"""Vocabularies for the app: Tekken (131,072 ids) and plain bytes (259 ids)."""
+"""Vocabularies for the app: Tekken (131,072 ids), plain bytes (259 ids), or the user's own tokenizer.json."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib.util
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from vocab_parallel.errors import ConfigError
+from vocab_parallel.errors import ConfigError, VocabularyError
+from vocab_parallel.vocabulary.files import parse_json, read_bytes
+from vocab_parallel.vocabulary.formats import find_file, read_vocabulary, tell
+from vocab_parallel.vocabulary.identity import VocabIdentity
+from vocab_parallel.vocabulary.tables import byte_identity, tekken_ranks
+from vocab_parallel.vocabulary.tokenizer_json import from_tokenizer_json, read_roles
 
 TEKKEN_FILE = "tekken_240911.json"
 
 
 def open_vocabulary(name: str) -> Vocabulary:
-    """The vocabulary called ``tekken`` or ``bytes``.
+    """The vocabulary called ``tekken`` or ``bytes``, or the one of a tokenizer file.
+
+    Args:
+        name: one of the two names; or the path of a ``tokenizer.json``, of the folder that holds it, or of a Tekken
+            file.
 
     Raises:
-        ConfigError: the package that carries the vocabulary is missing, or the name is unknown.
+        ConfigError: the package that carries or runs the vocabulary is missing, there is no such name or path, the
+            file is broken, or it names no token that begins or ends a text.
     """
     if name == "tekken":
         return Tekken(tekken_path())
     if name == "bytes":
         return ByteVocabulary()
-    raise ConfigError(f"data.vocab: expected tekken or bytes, got {name!r}")
+    if not Path(name).exists():
+        raise ConfigError(
+            "data.vocab: expected tekken, bytes, or the path of a tokenizer.json or of its folder; "
+            f"{name!r} is none of these"
+        )
+    try:
+        path, folder = find_file(name)
+        form, _ = tell(read_bytes(path), path)
+        if form == "tekken":
+            return Tekken(path)
+        if form == "tokenizer.json":
+            return TokenizerFile(path, folder or path.parent)
+    except (VocabularyError, OSError) as error:
+        raise ConfigError(f"data.vocab: {error}") from error
+    raise ConfigError(f"data.vocab: {path} is a {form}; training reads a tokenizer.json or a Tekken file")
 
 
 class Vocabulary(Protocol):
@@ -34,7 +57,14 @@ class Vocabulary(Protocol):
     size: int
     bos: int
     eos: int
-    sha256: str
+
+    @property
+    def identity(self) -> VocabIdentity:
+        """The ordered table, read when it is first asked for."""
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the ordered table."""
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Token ids of each text, without bos and eos."""
@@ -61,16 +91,21 @@ class Tekken:
             import tiktoken
         except ImportError as error:
             raise ConfigError("data.vocab=tekken needs tiktoken: pip install 'vocab-parallel[train]'") from error
-        raw = path.read_bytes()
-        table = json.loads(raw)
-        self.sha256 = hashlib.sha256(raw).hexdigest()
-        self.size = int(table["config"]["default_vocab_size"])
-        self.num_special = int(table["config"]["default_num_special_tokens"])
-        # The file lists more ranks than the vocabulary uses; the first size - num_special of them are real ids.
-        entries = table["vocab"][: self.size - self.num_special]
-        ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in entries}
+        table = parse_json(read_bytes(path), path)
+        self.path = path
+        self.size, self.num_special, ranks = tekken_ranks(table, path)
         pattern = table["config"]["pattern"]
         self._encoding = tiktoken.Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+    @cached_property
+    def identity(self) -> VocabIdentity:
+        """The ordered table."""
+        return read_vocabulary(self.path)
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the ordered table."""
+        return self.identity.sha256
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         batch = self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
@@ -89,7 +124,16 @@ class ByteVocabulary:
     size = 259
     bos = 1
     eos = 2
-    sha256 = hashlib.sha256(b"bytes: pad bos eos, then the 256 bytes in order").hexdigest()
+
+    @cached_property
+    def identity(self) -> VocabIdentity:
+        """The ordered table."""
+        return byte_identity()
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the ordered table."""
+        return self.identity.sha256
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         return [[byte + 3 for byte in text.encode("utf-8", "surrogatepass")] for text in texts]
@@ -99,6 +143,67 @@ class ByteVocabulary:
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return bytes(token - 3 for token in ids if token >= 3)
+
+
+class TokenizerFile:
+    """A Hugging Face ``tokenizer.json``, run by the `tokenizers` package.
+
+    Args:
+        path: the file.
+        folder: where ``tokenizer_config.json`` or ``special_tokens_map.json`` name the bos and eos tokens; a
+            tokenizer with only one of the two uses it for both.
+
+    Raises:
+        ConfigError: the package is missing, it refuses the file, or there is neither bos nor eos.
+        VocabularyError: the ordered table cannot be read.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ConfigError(f"data.vocab={path} needs the package tokenizers: pip install tokenizers") from error
+        data = read_bytes(path)
+        table = parse_json(data, path)
+        self.identity = from_tokenizer_json(table, path, read_roles(folder))
+        self.sha256 = self.identity.sha256
+        self.size = self.identity.size
+        roles = self.identity.special_ids
+        if "bos" not in roles and "eos" not in roles:
+            raise ConfigError(
+                f"data.vocab: {path} has neither a bos nor an eos token, and a text needs one to begin and end with; "
+                f'name one in {folder / "tokenizer_config.json"}, such as {{"eos_token": "<|endoftext|>"}}'
+            )
+        self.bos = roles.get("bos", roles.get("eos", -1))
+        self.eos = roles.get("eos", self.bos)
+        model = table["model"]
+        self._words = model.get("type") in ("WordPiece", "WordLevel")
+        self._inside = str(model.get("continuing_subword_prefix") or "").encode()
+        self._end = str(model.get("end_of_word_suffix") or "").encode()
+        try:
+            self._tokenizer = Tokenizer.from_str(json.dumps({**table, "truncation": None, "padding": None}))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"data.vocab: the tokenizers package refuses {path}: {error}") from error
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        clean = [text.encode("utf-8", "replace").decode() for text in texts]
+        return [found.ids for found in self._tokenizer.encode_batch_fast(clean, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        kinds, tokens = self.identity.kinds, self.identity.tokens
+        return b"".join(self._spelled(tokens[token]) for token in ids if kinds[token] != "special")
+
+    def _spelled(self, token: bytes) -> bytes:
+        """The token within a text: words of a table of words have a space before them."""
+        if self._inside and token.startswith(self._inside):
+            return token.removeprefix(self._inside)
+        if self._words:
+            return b" " + token
+        return token.removesuffix(self._end) + b" " if self._end and token.endswith(self._end) else token
 
 
 def tekken_path() -> Path:

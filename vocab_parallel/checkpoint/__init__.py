@@ -1,5 +1,7 @@
-"""Checkpoints of sharded vocabularies."""
+"""Checkpoints of sharded vocabularies, keyed by global row."""
 
-from vocab_parallel.checkpoint.store import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from vocab_parallel.checkpoint.files import open_checkpoint, read_state
+from vocab_parallel.checkpoint.folders import latest_checkpoint
+from vocab_parallel.checkpoint.store import load_checkpoint, save_checkpoint
 
-__all__ = ["latest_checkpoint", "load_checkpoint", "read_state", "save_checkpoint"]
+__all__ = ["latest_checkpoint", "load_checkpoint", "open_checkpoint", "read_state", "save_checkpoint"]

@@ -1,34 +1,38 @@
-"""Checkpoints by torch.distributed.checkpoint: vocabulary rows from their owners, replicated tensors once."""
+"""Checkpoints by global row: written by the ranks together, loaded at any other number of ranks and padding."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
-import pickle
-import re
-import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
+from vocab_parallel.agreement import Exchange
+from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint, read_state
+from vocab_parallel.checkpoint.folders import name_of
+from vocab_parallel.checkpoint.loading import TIES, Matched, check_files, match, place_others, require_equal
+from vocab_parallel.checkpoint.metadata import PlainReader
+from vocab_parallel.checkpoint.moments import made_moments
+from vocab_parallel.checkpoint.saving import Contents, save_together
+from vocab_parallel.checkpoint.states import ModelState, collect, shard_of
+from vocab_parallel.checkpoint.together import caught, ranks_of
+from vocab_parallel.checkpoint.writing import MANIFEST
 from vocab_parallel.errors import CheckpointLayoutError
-from vocab_parallel.shard import VocabShard
-from vocab_parallel.tying import vocab_parameters
+from vocab_parallel.shard import RankGroup
+from vocab_parallel.tying import verify_tied
+from vocab_parallel.vocabulary.manifest import Manifest, require_loadable
 
-FORMAT = 1
-STATE = "state.json"  # written last: a folder without it is not a checkpoint
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vocab_parallel.vocabulary.identity import VocabIdentity
 
 
 def save_checkpoint(
@@ -39,270 +43,204 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     *,
     keep: int | None = None,
+    manifest: Manifest | None = None,
+    identity: VocabIdentity | None = None,
+    group: RankGroup | None = None,
 ) -> Path:
     """Saves `model` and `optimizer` as ``folder/step-<step>``.
 
-    Written aside, then renamed by one rank after a barrier: a crash leaves the previous checkpoint whole. Each
-    vocabulary row and its moments are written by the rank that owns them; a tied weight has one key; what is
-    replicated is written once.
+    Each rank writes the vocabulary's rows that it owns, real ones only, under their global number; what is replicated
+    is written once, a tied weight under its first name. Written aside and renamed: a crash leaves the one before.
+
+    A value of a table's optimizer state that has no rows and is another one on each rank (the column factor of
+    Adafactor) is kept for each rank, as ``<key>@shards``.
 
     Args:
-        folder: holds the checkpoints of one run; on storage that every rank sees.
-        model: contains at least one vocabulary-sharded parameter.
-        optimizer: its moments are saved too; None saves weights only.
-        step: names the checkpoint.
-        extra: JSON values to keep beside the tensors; ``vocabulary_sha256`` among them is compared at load.
-        keep: how many checkpoints to keep; None keeps all.
+        folder: Holds the checkpoints of one run; on storage that every rank sees.
+        model: With plain parameters, or DTensors under FSDP2; contains a vocabulary-sharded parameter.
+        optimizer: Its state is saved too; None saves weights only.
+        extra: JSON values to keep beside the tensors.
+        keep: How many checkpoints stay; None: all.
+        manifest: What the model is; by default `Manifest.of(model)`. What it says of the files is filled in.
+        identity: The ordered vocabulary, written as vocabulary.json.
+        group: All ranks that call this, replicas among them, if they are more than those of the vocabulary; found by
+            itself for FSDP2 over all ranks of the job. Replicas share the writing.
 
     Returns:
         The checkpoint's folder.
 
     Collectives:
-        Barriers, and the plan exchange of torch.distributed.checkpoint; not counted in ``shard.traffic``.
+        Four all-gathers of 64 bytes, each with a second one of hashes, plans or file lists.
+
+    Memory:
+        One block of `rows.BLOCK_BYTES`, and the largest tensor that is not over the vocabulary.
+
+    Raises:
+        VocabParallelError: On every rank, whatever went wrong on one; the checkpoint before stays.
     """
-    root = Path(folder)
-    final, aside = root / _name(step), root / f".{_name(step)}.partial"
-    shard = _shard_of(model)
-    if shard.rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    _barrier(shard)
-    tensors = _tensors(model, optimizer)
-    with _quiet_alone():
-        save(
-            _as_global(tensors, model, shard),
-            storage_writer=FileSystemWriter(aside),
-            process_group=shard.group,
-            no_dist=shard.group is None,
-        )
-    _barrier(shard)
-    if shard.rank == 0:
-        state = {"format": FORMAT, "step": step, "layout": _layout(shard), "tensors": _listing(tensors)}
-        with (aside / STATE).open("w", encoding="utf-8") as file:
-            json.dump({**state, "extra": dict(extra or {})}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _swap_in(aside, final)
-        _prune(root, keep)
-    _barrier(shard)
-    return final
+    shard = shard_of(model)
+    ranks = ranks_of(model, shard, group)
+    shard.raise_deferred()
+    contents = Contents(step, extra=dict(extra or {}), manifest=manifest, identity=identity)
+    fault = caught("the state could not be collected", contents.fill, model, optimizer, False)
+    return save_together(ranks, Path(folder) / name_of(step), contents, fault, keep)
 
 
+@torch.no_grad()
 def load_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     vocabulary_sha256: str | None = None,
+    manifest: Manifest | None = None,
+    tie: str = "error",
+    verify: bool = True,
+    cast: bool = False,
+    group: RankGroup | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Loads a checkpoint into `model`, and into `optimizer` if given, in place.
+    """Loads a checkpoint into `model`, and into `optimizer` if given, in place: any TP size, padding and replicas.
+
+    Everything is compared before anything changes: the files with their hashes, the manifest, vocabulary, ties, names,
+    shapes and dtypes. Padding rows become zero.
 
     Args:
-        folder: one checkpoint, as `save_checkpoint` returned it.
-        model: same architecture and layout as saved.
-        optimizer: over the model's parameters; its learning rate and other settings stay as they are.
-        vocabulary_sha256: of the vocabulary in use; compared with the saved one when both are known.
+        folder: One checkpoint, as `save_checkpoint` or `latest_checkpoint` returned it.
+        optimizer: Over the model's parameters; its learning rate and other settings stay as they are. None loads the
+            weights only.
+        vocabulary_sha256: Of the vocabulary in use; compared with what the checkpoint knows.
+        manifest: What this job expects; by default `Manifest.of(model)`.
+        tie: What a checkpoint that was saved tied may do to a model that is not: "error", or "untie": each use begins
+            as a copy of the one weight and of its moments. The reverse needs no option: it loads where both tensors
+            are equal, and is an error where not.
+        verify: Read every file first and compare its hash; the ranks share the files.
+        cast: Convert tensors of another dtype.
+        group: All ranks that call this, as in `save_checkpoint`.
 
     Returns:
         The step, and the `extra` values that were saved.
 
-    Raises:
-        CheckpointLayoutError: on every rank: not a whole checkpoint, another vocabulary, layout, TP size or
-            architecture.
-    """
-    path = Path(folder)
-    shard = _shard_of(model)
-    state = read_state(path)
-    reader = _Reader(path)
-    reader.read_metadata()  # refuses what it must not name before any rank waits for another
-    _compare_layout(path, state, shard, vocabulary_sha256)
-    if optimizer is not None:
-        _make_moments(optimizer)
-    tensors = _tensors(model, optimizer)
-    _compare_tensors(path, state["tensors"], _listing(tensors))
-    with _quiet_alone():
-        load(
-            _as_global(tensors, model, shard),
-            storage_reader=reader,
-            process_group=shard.group,
-            no_dist=shard.group is None,
-        )
-    return int(state["step"]), dict(state["extra"])
-
-
-def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The whole checkpoint with the highest step in `folder`; None if there is none."""
-    found = _whole_checkpoints(Path(folder))
-    return found[-1] if found else None
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint: step, layout, tensor shapes, extra.
+    Collectives:
+        Two all-gathers of 64 bytes.
 
     Raises:
-        CheckpointLayoutError: `path` is not a whole checkpoint of this format.
+        CheckpointLayoutError: On every rank, with both sides: no whole checkpoint, damaged files, another vocabulary,
+            tie, architecture or dtype; an optimizer where none was saved.
+        TyingError: A tie does not hold after the load.
     """
-    if not _is_whole(path):
-        raise CheckpointLayoutError(f"{path} is not a whole checkpoint: expected {STATE} and .metadata in it")
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    if state.get("format") != FORMAT:
-        raise CheckpointLayoutError(
-            f"{path} has checkpoint format {state.get('format')!r}, this version reads {FORMAT}"
-        )
-    return state
+    path, shard = Path(folder), shard_of(model)
+    ranks = ranks_of(model, shard, group)
+    shard.raise_deferred()
+    plan = _Plan(path, model, optimizer)
+    what = f"{path} could not be read by rank {ranks.rank} of the group"
+    fault = caught(what, plan.prepare, ranks, vocabulary_sha256, manifest, tie, verify, cast)
+    call = f"load_checkpoint({path.name})"
+    try:
+        Exchange(ranks, "header", call, fault=fault).wait()
+    except Exception:
+        plan.undo()
+        raise
+    fault = caught(f"{path} could not be read, the model is loaded in part: rank {ranks.rank} of the group", plan.run)
+    Exchange(ranks, "header", call, fault=fault).wait()
+    verify_tied(model, optimizer, required=False)
+    assert plan.stored is not None
+    return plan.stored.step, dict(plan.stored.state["extra"])
 
 
-class _Reader(FileSystemReader):
-    """FileSystemReader whose metadata file may name plain types only; it loads tensors weights-only by itself."""
+class _Plan:
+    """One load on one rank."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            found: Metadata = _MetadataUnpickler(file).load()
-        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+    stored: StoredCheckpoint | None = None
+    mine: ModelState
+    found: Matched
 
+    def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.path, self.model, self.optimizer = path, model, optimizer
+        self.made: list[Tensor] = []
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        plain = module.startswith("torch.distributed.checkpoint.") and not name.startswith("_load")
-        if plain or (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        raise CheckpointLayoutError(f"a checkpoint's .metadata names {module}.{name}, which such a file has no use for")
+    def prepare(
+        self, ranks: RankGroup, sha256: str | None, manifest: Manifest | None, tie: str, verify: bool, cast: bool
+    ) -> None:  # fmt: skip
+        """All that can fail before anything changes."""
+        if tie not in TIES:
+            raise CheckpointLayoutError(f"tie={tie!r}: expected one of {', '.join(TIES)}")
+        state = read_state(self.path)
+        if verify:
+            check_files(self.path, state["files"], ranks)
+        self.stored = stored = open_checkpoint(self.path)
+        self._gate(sha256, manifest, cast)
+        kept = {key for key in (*stored.tensors, *state["scalars"]) if key.startswith("optimizer.")}
+        if self.optimizer is not None:
+            self.made = made_moments(self.model, self.optimizer, kept, state["ties"])
+        self.mine = collect(self.model, self.optimizer)
+        if not kept and any(key.startswith("optimizer.") for key in self.mine.owners):
+            raise CheckpointLayoutError(
+                f"{self.path} holds weights only, no state for this {type(self.optimizer).__name__}: load it with "
+                "optimizer=None, which begins the optimizer anew"
+            )
+        self.found = match(stored, self.mine, tie=tie, optimizer=self.optimizer is not None, cast=cast)
+        require_equal(stored, self.found.equal, ranks)
 
+    def run(self) -> None:
+        """Fills model and optimizer."""
+        assert self.stored is not None
+        left = list(self.found.tensors)
+        while left:  # a key may come twice, once in a pass
+            one_pass = dict(reversed(left))
+            with _quiet_alone():
+                load(
+                    {key: held.stored() for key, held in one_pass.items()},
+                    storage_reader=PlainReader(self.path),
+                    no_dist=True,
+                )
+            left = [(key, held) for key, held in left if held is not one_pass.get(key)]
+        for _, held in self.found.tensors:
+            if held.padding is not None:
+                held.padding.zero_()
+        place_others(self.stored, self.mine, self.found)
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-_PLAIN = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in _DTYPES),
-}
+    def undo(self) -> None:
+        """Takes back the states that were made for a load that is refused."""
+        for parameter in self.made:
+            assert self.optimizer is not None
+            del self.optimizer.state[parameter]
 
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Every tensor to keep. Parameters come once each, so a tie has one key; moments carry their owner's name."""
-    named = dict(model.named_parameters())
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-    persistent = model.state_dict(keep_vars=True)
-    tensors.update({f"model.{name}": b for name, b in model.named_buffers() if name in persistent})
-    if optimizer is not None:
-        names = {id(parameter): name for name, parameter in named.items()}
-        for parameter, values in optimizer.state.items():
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{names[id(parameter)]}.{key}"] = value
-    return tensors
-
-
-def _as_global(tensors: dict[str, Tensor], model: nn.Module, shard: VocabShard) -> dict[str, Tensor]:
-    """Presents each local vocabulary shard, and each moment of its shape, as its part of one global tensor."""
-    if shard.group is None:
-        return dict(tensors)
-    mesh = DeviceMesh.from_group(shard.group, next(iter(tensors.values())).device.type)
-    sharded = {name: parameter.shape for name, (parameter, _) in vocab_parameters(model).items()}
-    result: dict[str, Tensor] = {}
-    for key, value in tensors.items():
-        shape = next((s for n, s in sharded.items() if key == f"model.{n}" or key.startswith(f"optimizer.{n}.")), None)
-        is_sharded = shape is not None and value.shape == shape
-        result[key] = DTensor.from_local(value, mesh, [Shard(0)], run_check=False) if is_sharded else value
-    return result
-
-
-def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Lets a fresh optimizer create its state, by one step with zero gradients and rate that changes no weight."""
-    if optimizer.state:
-        return
-    groups = [dict(group) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0 * group["lr"]
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group["lr"] = saved["lr"]
-
-
-def _compare_layout(path: Path, state: dict[str, Any], shard: VocabShard, sha256: str | None) -> None:
-    saved, mine = state["layout"], _layout(shard)
-    if saved != mine:
-        raise CheckpointLayoutError(
-            f"{path} holds the vocabulary layout {_words(saved)}; this job has {_words(mine)}. "
-            "Start with the saved number of ranks, vocabulary and padding"
-        )
-    there = state["extra"].get("vocabulary_sha256")
-    if sha256 is not None and there is not None and there != sha256:
-        raise CheckpointLayoutError(
-            f"{path} was made with the vocabulary sha256 {there[:16]}…, {_words(saved)}; this job uses sha256 "
-            f"{sha256[:16]}…, {_words(mine)}: the same ids would mean other tokens"
-        )
+    def _gate(self, sha256: str | None, manifest: Manifest | None, cast: bool) -> None:
+        """Vocabulary and manifest."""
+        assert self.stored is not None
+        state, mine = self.stored.state, shard_of(self.model).vocab_size
+        saved = Manifest.read(self.path) if (self.path / MANIFEST).is_file() else None
+        known = [state["extra"].get("vocabulary_sha256"), saved and saved.vocabulary.ordered_table_sha256]
+        known = [one for one in known if isinstance(one, str)]
+        fix = f"python -m vocab_parallel migrate {self.path} TARGET --old-vocab OLD --new-vocab NEW"
+        if state["layout"].get("vocab_size") != mine:
+            raise CheckpointLayoutError(
+                f"{self.path} holds a vocabulary of {state['layout'].get('vocab_size')} ids, this model has {mine}. To "
+                f"move it to another vocabulary: {fix}"
+            )
+        if sha256 is not None and known and sha256 not in known:
+            raise CheckpointLayoutError(
+                f"{self.path} was made with the vocabulary sha256 {known[0][:16]}…, this job uses sha256 "
+                f"{sha256[:16]}…: the same ids would mean other tokens. Use the saved vocabulary, or move it: {fix}"
+            )
+        if saved is not None:
+            here = manifest or Manifest.of(self.model)
+            if cast:
+                here = _as_dtype(here, saved.head.parameter_dtype)
+            # Tensors and ties are compared one by one later, with what may be done about them.
+            require_loadable(dataclasses.replace(saved, checkpoint=None), here, where=str(self.path), retie=True)
 
 
-def _compare_tensors(path: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
-    wrong = [f"{key}: saved {saved.get(key)}, here {mine[key]}" for key in mine if saved.get(key) != mine[key]]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointLayoutError(f"{path} does not fit this model: {'; '.join(wrong[:3])}{more}")
-
-
-def _listing(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in tensors.items()}
-
-
-def _layout(shard: VocabShard) -> dict[str, int]:
-    layout = shard.layout
-    return {"vocab_size": layout.vocab_size, "padded_size": layout.padded_size, "tp_size": layout.tp_size}
-
-
-def _words(layout: dict[str, int]) -> str:
-    return f"V={layout['vocab_size']} padded to {layout['padded_size']} over {layout['tp_size']} ranks"
-
-
-def _shard_of(model: nn.Module) -> VocabShard:
-    shards = [shard for _, shard in vocab_parameters(model).values()]
-    if not shards:
-        raise CheckpointLayoutError("the model has no vocabulary-sharded parameter, so no layout to save or compare")
-    return shards[0]
+def _as_dtype(manifest: Manifest, dtype: str) -> Manifest:
+    head = dataclasses.replace(
+        manifest.head, parameter_dtype=dtype, accumulation_dtype=manifest.head.accumulation_dtype
+    )
+    return dataclasses.replace(manifest, head=head)
 
 
 @contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """One rank without torch.distributed is meant; DCP warns of it each time."""
+    """Each rank reads by itself, which is meant; DCP warns of it each time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
-
-
-def _barrier(shard: VocabShard) -> None:
-    if shard.group is not None:
-        dist.barrier(group=shard.group)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _is_whole(path: Path) -> bool:
-    return (path / STATE).is_file() and (path / ".metadata").is_file()
-
-
-def _whole_checkpoints(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    return sorted(path for path in root.iterdir() if re.fullmatch(r"step-\d{8,}", path.name) and _is_whole(path))
-
-
-def _swap_in(aside: Path, final: Path) -> None:
-    """Gives `aside` its name; one of that name (a step saved twice) goes only after."""
-    old = aside.with_suffix(".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        os.replace(final, old)
-    os.replace(aside, final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _prune(root: Path, keep: int | None) -> None:
-    for path in _whole_checkpoints(root)[: -keep if keep else 0]:
-        shutil.rmtree(path)

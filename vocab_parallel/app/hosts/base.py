@@ -13,6 +13,8 @@ from vocab_parallel.app.config import Config
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.model import Head
 from vocab_parallel.shard import VocabShard
+from vocab_parallel.vocabulary.identity import VocabIdentity
+from vocab_parallel.vocabulary.manifest import Manifest
 
 
 class Host(ABC):
@@ -64,8 +66,20 @@ class Host(ABC):
         """This rank's rows of the head as they are now."""
 
     @abstractmethod
-    def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
-        """Writes the checkpoint of `step` into `folder`, which keeps ``train.keep_checkpoints`` of them."""
+    def save(
+        self, folder: Path, step: int, extra: Mapping[str, Any], *, manifest: Manifest, identity: VocabIdentity | None
+    ) -> None:
+        """Writes the checkpoint of `step` into `folder`, which keeps ``train.keep_checkpoints`` of them.
+
+        It may return before the files are there: `finish_saving` waits for them.
+        """
+
+    @abstractmethod
+    def finish_saving(self) -> None:
+        """Waits for a save that goes on beside the training, and raises its error.
+
+        Every rank calls it at the end, for the last `save`; the next one waits for the one before by itself.
+        """
 
     @abstractmethod
     def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:

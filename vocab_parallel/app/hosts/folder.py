@@ -15,6 +15,8 @@ from vocab_parallel.app.hosts.base import Host
 from vocab_parallel.app.job import Job
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.shard import VocabShard
+from vocab_parallel.vocabulary.identity import VocabIdentity
+from vocab_parallel.vocabulary.manifest import Manifest
 
 STATE = "host.json"  # written last: a folder without it is not a checkpoint
 
@@ -30,9 +32,21 @@ class FolderHost(Host):
     def about(self) -> dict[str, Any]:
         """What must be equal at load: the host, the layout, what else its files depend on."""
 
-    def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
+    def save(
+        self, folder: Path, step: int, extra: Mapping[str, Any], *, manifest: Manifest, identity: VocabIdentity | None
+    ) -> None:
+        def write(place: Path) -> None:
+            self.write(place)
+            if self.job.first:
+                manifest.write(place)
+                if identity is not None:
+                    identity.write(place / "vocabulary.json")
+
         keep = self.config.train.keep_checkpoints
-        save_whole(self.job, folder, step, self.write, about=self.about(), extra=extra, keep=keep)
+        save_whole(self.job, folder, step, write, about=self.about(), extra=extra, keep=keep)
+
+    def finish_saving(self) -> None:
+        """`save` has finished when it returns."""
 
     @staticmethod
     def latest(folder: Path) -> Path | None:

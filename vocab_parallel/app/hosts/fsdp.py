@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,18 +9,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from vocab_parallel.app.config import Config
-from vocab_parallel.app.hosts import folder as folders
 from vocab_parallel.app.hosts.plain import count_trunk
+from vocab_parallel.app.hosts.stored import StoredHost
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.model import Head, LanguageModel
 from vocab_parallel.app.optim import make_optimizer, set_rate
 from vocab_parallel.gradient_norm import clip_gradients_
 from vocab_parallel.integrations import fsdp as integration
+from vocab_parallel.integrations.fsdp.setup import reshard
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.shard import VocabShard
 
 
-class FSDPHost(folders.FolderHost):
+class FSDPHost(StoredHost):
     """A `LanguageModel` under `integrations.fsdp.apply`, with AdamW; its checkpoints load at any number of ranks."""
 
     def __init__(self, config: Config, job: Job, vocab_size: int) -> None:
@@ -66,17 +66,11 @@ class FSDPHost(folders.FolderHost):
         assert weight is not None
         return Head(weight, bias)
 
-    def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:
-        step = folders.compare(checkpoint, self.about(), vocabulary_sha256)
-        integration.load(checkpoint, self.model, None if weights_only else self.optimizer)
+    def settle(self) -> None:
+        reshard(self.model)
+
+    def verify(self) -> None:
         integration.verify_tied(self.model, self.optimizer)
-        return step
-
-    def write(self, place: Path) -> None:
-        integration.save(place, self.model, self.optimizer)
-
-    def about(self) -> dict[str, Any]:
-        return {"host": "fsdp", "vocab_size": self.shard.vocab_size}
 
 
 HOST = FSDPHost

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from vocab_parallel.app.config import Config
-from vocab_parallel.app.hosts.base import Host
+from vocab_parallel.app.hosts.stored import StoredHost
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.model import Head, LanguageModel
 from vocab_parallel.app.optim import average_gradients_, make_optimizer, set_rate
-from vocab_parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from vocab_parallel.gradient_norm import clip_gradients_
 from vocab_parallel.tying import verify_tied, vocab_parameters
 
 
-class PlainHost(Host):
+class PlainHost(StoredHost):
     """A `LanguageModel`, `torch.optim.AdamW` and the package's own checkpoints."""
 
     needs_group = False
@@ -63,21 +58,8 @@ class PlainHost(Host):
         assert isinstance(self.model, LanguageModel)
         return self.model.head()
 
-    def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
-        keep = self.config.train.keep_checkpoints
-        if self.job.replicas.rank == 0:  # the others hold the same
-            save_checkpoint(folder, self.model, self.optimizer, step, extra, keep=keep)
-        self.job.barrier()
-
-    def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:
-        optimizer = None if weights_only else self.optimizer
-        step, _ = load_checkpoint(checkpoint, self.model, optimizer, vocabulary_sha256=vocabulary_sha256)
+    def verify(self) -> None:
         verify_tied(self.model, self.optimizer)
-        return step
-
-    @staticmethod
-    def latest(folder: Path) -> Path | None:
-        return latest_checkpoint(folder)
 
 
 def count_trunk(model: nn.Module) -> int:

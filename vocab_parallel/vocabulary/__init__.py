@@ -1,0 +1,54 @@
+"""What the rows of a vocabulary mean, what two artifacts must agree on, and how rows move to another vocabulary."""
+
+from vocab_parallel.vocabulary.comparison import Difference, compare, require_comparable, require_loadable
+from vocab_parallel.vocabulary.conformance import ConformanceReport
+from vocab_parallel.vocabulary.encoders import old_encoder
+from vocab_parallel.vocabulary.formats import read_vocabulary
+from vocab_parallel.vocabulary.identity import VocabIdentity, audit, first_difference
+from vocab_parallel.vocabulary.initialization import (
+    CopyOf,
+    MeanOfRows,
+    MeanOfSources,
+    Normal,
+    RowInit,
+    Zeros,
+    parse_init,
+)
+from vocab_parallel.vocabulary.manifest import Manifest
+from vocab_parallel.vocabulary.mapping import VocabMap, compose
+from vocab_parallel.vocabulary.migration import MigrationReport, migrate_model_
+from vocab_parallel.vocabulary.model_conformance import ModelRecord, conformance_report, record_model
+from vocab_parallel.vocabulary.moving import migrate
+from vocab_parallel.vocabulary.ownership import verify_ownership
+from vocab_parallel.vocabulary.tables import byte_identity
+
+__all__ = [
+    "ConformanceReport",
+    "CopyOf",
+    "Difference",
+    "Manifest",
+    "MeanOfRows",
+    "MeanOfSources",
+    "MigrationReport",
+    "ModelRecord",
+    "Normal",
+    "RowInit",
+    "VocabIdentity",
+    "VocabMap",
+    "Zeros",
+    "audit",
+    "byte_identity",
+    "compare",
+    "compose",
+    "conformance_report",
+    "first_difference",
+    "migrate",
+    "migrate_model_",
+    "old_encoder",
+    "parse_init",
+    "read_vocabulary",
+    "record_model",
+    "require_comparable",
+    "require_loadable",
+    "verify_ownership",
+]
