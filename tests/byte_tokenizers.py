@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from vocab_parallel.vocabulary.tokenizer_json import byte_alphabet
+from vocab_parallel.vocabulary.formats.tokenizer_json import byte_alphabet
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 # Frequent pairs of letters in Python's sources.

@@ -17,6 +17,7 @@ from vocab_parallel.errors import (
     TyingError,
     UngatheredWeightError,
     VocabParallelError,
+    VocabularyError,
 )
 from vocab_parallel.gradient_norm import clip_gradients_
 from vocab_parallel.head import VocabParallelLMHead
@@ -51,6 +52,7 @@ from vocab_parallel.select import (
 )
 from vocab_parallel.shard import Traffic, VocabShard
 from vocab_parallel.tying import tie_weights, verify_tied, vocab_parameters
+from vocab_parallel.vocabulary import Manifest, VocabIdentity, VocabMap, migrate, migrate_model_, read_vocabulary
 
 __all__ = [
     "CheckpointLayoutError",
@@ -60,6 +62,7 @@ __all__ = [
     "LayoutError",
     "LayoutMismatchError",
     "LogProbs",
+    "Manifest",
     "NonFiniteError",
     "Nucleus",
     "PipelineTie",
@@ -74,11 +77,14 @@ __all__ = [
     "Traffic",
     "TyingError",
     "UngatheredWeightError",
+    "VocabIdentity",
     "VocabLayout",
+    "VocabMap",
     "VocabParallelEmbedding",
     "VocabParallelError",
     "VocabParallelLMHead",
     "VocabShard",
+    "VocabularyError",
     "chunk_rows",
     "clip_gradients_",
     "cross_entropy",
@@ -90,6 +96,9 @@ __all__ = [
     "linear_row_loss",
     "linear_token_logprobs",
     "linear_topk_distillation",
+    "migrate",
+    "migrate_model_",
+    "read_vocabulary",
     "sample",
     "tie_weights",
     "token_logprobs",

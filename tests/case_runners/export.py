@@ -17,7 +17,7 @@ from tests.case_runners.common import Expected, Ranks, same_bits
 from tests.cases import Case, local_part
 from vocab_parallel import VocabParallelEmbedding, VocabParallelLMHead
 from vocab_parallel.checkpoint import save_checkpoint
-from vocab_parallel.checkpoint.hugging_face import to_hugging_face
+from vocab_parallel.checkpoint.exchange.hugging_face import to_hugging_face
 
 NAMES = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 GARBAGE = 777.0  # in the padding rows, which no file may hold

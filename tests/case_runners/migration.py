@@ -11,9 +11,9 @@ from tests.case_runners.common import Expected, Ranks, replicated
 from tests.case_runners.layouts import check_other_tp
 from tests.cases import Case, as_tensor, assert_close
 from vocab_parallel import VocabLayout, VocabParallelEmbedding, VocabShard
-from vocab_parallel.vocabulary.initialization import MeanOfRows
 from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration import migrate_model_
+from vocab_parallel.vocabulary.migration.initialization import MeanOfRows
 
 STATES = ("exp_avg", "exp_avg_sq")
 

@@ -12,7 +12,7 @@ from tests.case_runners.common import same_bits
 from tests.integrations.transformers_models import FAMILIES, build
 from vocab_parallel import VocabLayout, VocabShard
 from vocab_parallel.checkpoint import load_checkpoint, save_checkpoint
-from vocab_parallel.checkpoint.hugging_face import from_hugging_face, to_hugging_face
+from vocab_parallel.checkpoint.exchange.hugging_face import from_hugging_face, to_hugging_face
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.integrations import transformers as vp
 

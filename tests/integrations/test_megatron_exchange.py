@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.batch import run_batch
 from tests.integrations import megatron_models as models
 from tests.integrations.megatron_models import EMBEDDING, HEAD, HIDDEN, Setup
+from vocab_parallel.checkpoint.exchange.megatron import from_megatron, to_megatron
 from vocab_parallel.checkpoint.files import open_checkpoint
-from vocab_parallel.checkpoint.megatron import from_megatron, to_megatron
 from vocab_parallel.checkpoint.writing import make_state, write_checkpoint
 from vocab_parallel.errors import CheckpointLayoutError
 

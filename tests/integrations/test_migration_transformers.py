@@ -12,7 +12,7 @@ from tests.multirank.shared_world import Batch
 from vocab_parallel.integrations import transformers as vp
 from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration import migrate_model_
-from vocab_parallel.vocabulary.model_conformance import conformance_report, record_model
+from vocab_parallel.vocabulary.migration.model_conformance import conformance_report, record_model
 
 OLD, NEW = 29, 34
 MAP = VocabMap.from_pairs(OLD, NEW, {old: (old * 3 + 2) % OLD for old in range(OLD)}, sources={30: (4, 5)})

@@ -13,7 +13,7 @@ from tests.integrations.smollm2_model import VOCAB, encode, reader
 from tests.integrations.transformers_models import make_shard
 from tests.ranks import run_ranks
 from vocab_parallel.checkpoint import load_checkpoint
-from vocab_parallel.checkpoint.hugging_face import from_hugging_face, to_hugging_face
+from vocab_parallel.checkpoint.exchange.hugging_face import from_hugging_face, to_hugging_face
 from vocab_parallel.decode.policy import Policy
 from vocab_parallel.integrations import transformers as vp
 

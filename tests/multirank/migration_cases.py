@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vocab_parallel import VocabLayout, VocabShard
 from vocab_parallel.reference.migration import mean_of_rows, mean_of_sources, migrate_rows
-from vocab_parallel.vocabulary.initialization import CopyOf, MeanOfRows, MeanOfSources, RowInit, Zeros
 from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.migration.initialization import CopyOf, MeanOfRows, MeanOfSources, RowInit, Zeros
 
 OLD, APPENDED, PERMUTED, DROPPED = 3001, 64, 1000, 10
 

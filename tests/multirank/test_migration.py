@@ -14,10 +14,9 @@ from tests.multirank.migration_cases import OLD, edited, joined, oracle, raised,
 from tests.multirank.shared_world import ALL_SIZES, Batch
 from tests.tolerances import bits
 from vocab_parallel import VocabLayout, VocabShard, collectives
-from vocab_parallel.vocabulary import moving
-from vocab_parallel.vocabulary.initialization import CopyOf, MeanOfRows, MeanOfSources, Normal, RowInit, Zeros
 from vocab_parallel.vocabulary.mapping import VocabMap
-from vocab_parallel.vocabulary.migration import migrate
+from vocab_parallel.vocabulary.migration import migrate, moving
+from vocab_parallel.vocabulary.migration.initialization import CopyOf, MeanOfRows, MeanOfSources, Normal, RowInit, Zeros
 
 MAPS = {
     "edited": edited(),

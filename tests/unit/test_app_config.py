@@ -59,7 +59,7 @@ def test_overrides_are_yaml_values() -> None:
         ("train.betas=[0.9]", "train.betas: expected two numbers in [0, 1), got [0.9]"),
         ("train.betas=[0.9, 1.0]", "train.betas"),
         ("data.validation_fraction=1.0", "data.validation_fraction: expected between 0 and 1"),
-        ("data.vocab=teken", "expected one of tekken, bytes, got 'teken'; did you mean tekken?"),
+        ("data.vocab=teken", "expected one of tekken, bytes, a tokenizer's path, got 'teken'; did you mean tekken?"),
         ("model.heads=3", "model.dim: expected a multiple of 2 * model.heads = 6"),
         ("name=a/b", "name: expected letters"),
         ("train=3", "train: expected a section"),

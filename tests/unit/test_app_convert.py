@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.unit.test_hugging_face_exchange import EMBEDDING, HEAD, V, model_tensors, same, tied_tensors, write_folder
 from vocab_parallel import app
 from vocab_parallel.app.convert import tell
+from vocab_parallel.checkpoint.exchange.hugging_face import from_hugging_face
 from vocab_parallel.checkpoint.files import open_checkpoint
-from vocab_parallel.checkpoint.hugging_face import from_hugging_face
 from vocab_parallel.errors import ConfigError
 
 UNTIED = {"vocab_size": V, "tie_word_embeddings": False}
@@ -111,7 +111,7 @@ def test_megatron_and_deepspeed_are_handed_on_with_their_options(convert, tmp_pa
     megatron, deepspeed = types.ModuleType("megatron"), types.ModuleType("deepspeed")
     megatron.from_megatron, megatron.to_megatron = reading("megatron"), writing
     deepspeed.from_deepspeed = reading("deepspeed")
-    monkeypatch.setitem(sys.modules, "vocab_parallel.checkpoint.megatron", megatron)
+    monkeypatch.setitem(sys.modules, "vocab_parallel.checkpoint.exchange.megatron", megatron)
     monkeypatch.setitem(sys.modules, "vocab_parallel.integrations.deepspeed.exchange", deepspeed)
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("1")

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.releases import POLICY, checkpoint, tokenizer_file
 from vocab_parallel.app import release
-from vocab_parallel.checkpoint.bundle_writing import remove
 from vocab_parallel.checkpoint.release import open_current
+from vocab_parallel.checkpoint.release.writing import remove
 from vocab_parallel.errors import CheckpointLayoutError, ConfigError
 
 

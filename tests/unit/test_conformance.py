@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.errors import VocabularyError
-from vocab_parallel.vocabulary.conformance import (
+from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.migration.conformance import (
     Check,
     ConformanceReport,
     TableRecord,
@@ -21,7 +22,6 @@ from vocab_parallel.vocabulary.conformance import (
     record_table,
     row_hashes,
 )
-from vocab_parallel.vocabulary.mapping import VocabMap
 
 MAP = VocabMap.from_pairs(6, 7, {0: 0, 1: 2, 2: 1, 3: 5, 5: 4}, allow_drop=True)  # 4 is dropped; 3 and 6 are new
 WIDTH = 5

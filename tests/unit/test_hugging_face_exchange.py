@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.memory import added_memory
+from vocab_parallel.checkpoint.exchange.hugging_face import from_hugging_face, to_hugging_face
 from vocab_parallel.checkpoint.files import open_checkpoint
-from vocab_parallel.checkpoint.hugging_face import from_hugging_face, to_hugging_face
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.checkpoint.writing import make_state, write_checkpoint
 from vocab_parallel.errors import CheckpointLayoutError, LayoutError
@@ -366,7 +366,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path, monkeyp
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vocab_parallel.checkpoint.hugging_face.write_safetensors", full)
+    monkeypatch.setattr("vocab_parallel.checkpoint.exchange.hugging_face.write_safetensors", full)
     with pytest.raises(OSError, match="No space left"):
         call(tmp_path / "ours", tmp_path / "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "tied"]

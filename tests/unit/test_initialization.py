@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.errors import ConfigError, NonFiniteError, VocabularyError
-from vocab_parallel.vocabulary.initialization import (
+from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.migration.initialization import (
     CopyOf,
     MeanOfRows,
     MeanOfSources,
@@ -21,9 +22,8 @@ from vocab_parallel.vocabulary.initialization import (
     Zeros,
     parse_init,
 )
-from vocab_parallel.vocabulary.mapping import VocabMap
-from vocab_parallel.vocabulary.normal_rows import normal_quantile, normal_rows
-from vocab_parallel.vocabulary.statistics import Magnitudes, RowStatistics, row_statistics
+from vocab_parallel.vocabulary.migration.normal_rows import normal_quantile, normal_rows
+from vocab_parallel.vocabulary.migration.statistics import Magnitudes, ColumnStatistics, column_statistics
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -36,12 +36,12 @@ def table(rows: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int 
     return (drawn * scale + (scale * 3 if shape else 0)).to(dtype)
 
 
-def in_blocks(rows: Tensor, size: int) -> RowStatistics:
+def in_blocks(rows: Tensor, size: int) -> ColumnStatistics:
     def blocks():
         for at in range(0, len(rows), size):
             yield at, rows[at : at + size]
 
-    return row_statistics("table", blocks, rows.shape[1:], spread=True)
+    return column_statistics("table", blocks, rows.shape[1:], spread=True)
 
 
 def grown(count: int, old: int = 40, sources: dict[int, tuple[int, ...]] | None = None) -> VocabMap:
@@ -96,7 +96,7 @@ def test_sums_of_parts_merge_to_those_of_the_whole():
     sums = []
     for part, (start, stop) in zip(parts, cuts, strict=True):
         part.largest = largest
-        one = RowStatistics(part, spread=True)
+        one = ColumnStatistics(part, spread=True)
         one.add(rows[start:stop])
         sums.append(one.sums)
     one.merge(torch.stack(sums).sum(0), 90)
@@ -122,12 +122,12 @@ def test_a_row_that_is_not_finite_is_named(bad: float):
 
 
 def test_integer_sums_hold_as_many_rows_as_they_say():
-    from vocab_parallel.vocabulary import statistics
+    from vocab_parallel.vocabulary.migration import statistics
 
     assert statistics._MOST_ROWS * 2**statistics._BITS <= 2**62
     few = Magnitudes("table", (1,))
     few.see(0, torch.ones(1, 1))
-    one = RowStatistics(few)
+    one = ColumnStatistics(few)
     one.count = statistics._MOST_ROWS
     with pytest.raises(OverflowError):
         one.add(torch.ones(1, 1))

@@ -25,7 +25,6 @@ from vocab_parallel.decode.transforms.processors import Suppress
 from vocab_parallel.decode.transforms.warpers import Temperature, TopP
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.integrations import fsdp
-from vocab_parallel.vocabulary.comparison import show
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import (
     LossContract,
@@ -37,7 +36,8 @@ from vocab_parallel.vocabulary.manifest import (
     require_comparable,
     require_loadable,
 )
-from vocab_parallel.vocabulary.manifest_rules import RULES
+from vocab_parallel.vocabulary.manifest.comparison import show
+from vocab_parallel.vocabulary.manifest.rules import RULES
 
 V, D = 9, 4
 TOKENS = VocabIdentity.of_tokens([f"t{at}" for at in range(V)], special_ids={"bos": 1, "eos": 2}, added=[8, 7])

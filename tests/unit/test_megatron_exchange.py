@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.memory import added_memory
+from vocab_parallel.checkpoint.exchange.megatron import from_megatron, to_megatron
 from vocab_parallel.checkpoint.files import StoredTensors, open_checkpoint
-from vocab_parallel.checkpoint.megatron import from_megatron, to_megatron
-from vocab_parallel.checkpoint.migrating import migrate_checkpoint
+from vocab_parallel.checkpoint.migration.migrating import migrate_checkpoint
 from vocab_parallel.checkpoint.writing import make_state, write_checkpoint
 from vocab_parallel.errors import CheckpointLayoutError
-from vocab_parallel.vocabulary.initialization import Zeros
 from vocab_parallel.vocabulary.manifest import Manifest
 from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.migration.initialization import Zeros
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -15,17 +15,17 @@ from tests.memory import added_memory
 from tests.multirank.migration_cases import OLD, edited, whole
 from vocab_parallel import VocabLayout, VocabShard, reference
 from vocab_parallel.checkpoint import files, open_checkpoint
-from vocab_parallel.checkpoint.migrated_assets import vocabulary_bytes
-from vocab_parallel.checkpoint.migrating import migrate_checkpoint
-from vocab_parallel.checkpoint.migration_checks import check_migration
+from vocab_parallel.checkpoint.migration.assets import vocabulary_bytes
+from vocab_parallel.checkpoint.migration.checks import check_migration
+from vocab_parallel.checkpoint.migration.migrating import migrate_checkpoint
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.checkpoint.writing import make_state, write_checkpoint
 from vocab_parallel.errors import CheckpointLayoutError, NonFiniteError, VocabularyError
 from vocab_parallel.vocabulary.identity import VocabIdentity
-from vocab_parallel.vocabulary.initialization import CopyOf, MeanOfRows, MeanOfSources, Normal, RowInit, Zeros
 from vocab_parallel.vocabulary.manifest import Manifest
 from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration import migrate
+from vocab_parallel.vocabulary.migration.initialization import CopyOf, MeanOfRows, MeanOfSources, Normal, RowInit, Zeros
 from vocab_parallel.vocabulary.row_states import is_row_state
 
 WIDTH = 8
@@ -173,7 +173,7 @@ def test_a_checkpoint_migrates_to_the_bits_of_the_live_migration_in_blocks_of_an
     source = stored(tmp_path / "old", names)
     for block, tp in ((4 * 2**20, 1), (96 * 32, 4)):
         monkeypatch.setattr("vocab_parallel.checkpoint.rows.BLOCK_BYTES", block)
-        monkeypatch.setattr("vocab_parallel.checkpoint.migrated_rows.READ_BYTES", block // 3)
+        monkeypatch.setattr("vocab_parallel.checkpoint.migration.rows.READ_BYTES", block // 3)
         target = tmp_path / f"new {block}"
         migrate_checkpoint(source, target, vocab_map, init=init, tp_size=tp, multiple_of=1)
         after = contents(target)

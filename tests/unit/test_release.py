@@ -17,23 +17,24 @@ import torch.nn.functional as F
 
 from tests.unit.releases import POLICY, TOKENS, checkpoint, identity_of, tokenizer_file
 from vocab_parallel import VocabLayout, VocabParallelEmbedding, VocabParallelLMHead, VocabShard, tie_weights
-from vocab_parallel.checkpoint import bundle_checks, load_checkpoint, open_checkpoint, save_checkpoint
-from vocab_parallel.checkpoint.bundle import FileRecord, bundle_id, read_bundle
-from vocab_parallel.checkpoint.bundle_checks import coverage
-from vocab_parallel.checkpoint.bundle_conformance import conformance_record
-from vocab_parallel.checkpoint.bundle_writing import remove
+from vocab_parallel.checkpoint import load_checkpoint, open_checkpoint, save_checkpoint
 from vocab_parallel.checkpoint.files import Piece
-from vocab_parallel.checkpoint.migrating import migrate_checkpoint
-from vocab_parallel.checkpoint.migration_checks import check_migration
+from vocab_parallel.checkpoint.migration.checks import check_migration
+from vocab_parallel.checkpoint.migration.migrating import migrate_checkpoint
+from vocab_parallel.checkpoint.release import checks as bundle_checks
 from vocab_parallel.checkpoint.release import list_bundles, open_current, promote, rollback, verify
-from vocab_parallel.checkpoint.release_history import locked
+from vocab_parallel.checkpoint.release.bundle import FileRecord, bundle_id, read_bundle
+from vocab_parallel.checkpoint.release.checks import coverage
+from vocab_parallel.checkpoint.release.conformance import conformance_record
+from vocab_parallel.checkpoint.release.history import locked
+from vocab_parallel.checkpoint.release.writing import remove
 from vocab_parallel.decode.policy import Policy
 from vocab_parallel.errors import CheckpointLayoutError
-from vocab_parallel.vocabulary.conformance import fixed_hidden
 from vocab_parallel.vocabulary.identity import VocabIdentity
-from vocab_parallel.vocabulary.initialization import Zeros
 from vocab_parallel.vocabulary.manifest import Manifest
 from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.migration.conformance import fixed_hidden
+from vocab_parallel.vocabulary.migration.initialization import Zeros
 
 Refused = CheckpointLayoutError
 SWAPPED = [*TOKENS[:3], "b", "a", *TOKENS[5:]]

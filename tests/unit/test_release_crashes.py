@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.unit.releases import checkpoint
-from vocab_parallel.checkpoint.bundle_writing import remove
 from vocab_parallel.checkpoint.release import open_current, promote, rollback, verify
+from vocab_parallel.checkpoint.release.writing import remove
 from vocab_parallel.errors import CheckpointLayoutError as Refused
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from vocab_parallel.checkpoint.rows import BLOCK_BYTES
-from vocab_parallel.checkpoint.safetensors_files import (
+from vocab_parallel.checkpoint.exchange.safetensors_files import (
     DTYPES,
     INDEX,
     NAME,
@@ -22,7 +21,8 @@ from vocab_parallel.checkpoint.safetensors_files import (
     read_header,
     row_blocks,
 )
-from vocab_parallel.checkpoint.safetensors_writing import ToWrite, write_file, write_safetensors
+from vocab_parallel.checkpoint.exchange.safetensors_writing import ToWrite, write_file, write_safetensors
+from vocab_parallel.checkpoint.rows import BLOCK_BYTES
 from vocab_parallel.errors import CheckpointLayoutError
 
 HEADER = {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}

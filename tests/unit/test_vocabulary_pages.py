@@ -15,7 +15,7 @@ from tests.byte_tokenizers import write_merged_bytes
 from tests.unit.test_decoding_page import block_with
 from vocab_parallel import VocabLayout, VocabParallelEmbedding, VocabParallelLMHead, VocabShard, tie_weights
 from vocab_parallel.vocabulary import VocabMap
-from vocab_parallel.vocabulary.manifest_rules import RULES
+from vocab_parallel.vocabulary.manifest.rules import RULES
 
 PAGES = ("docs/vocabulary.md", "docs/checkpoints.md")
 

@@ -92,8 +92,8 @@ class DataConfig:
     cache: str | None = None  # folder of tokenised corpora; null: the user's cache folder
 
     def __post_init__(self) -> None:
-        good = self.vocab in ("tekken", "bytes") or Path(self.vocab).exists()
-        require(good, "data.vocab", "tekken, bytes or the path of a tokenizer", self.vocab)
+        if not Path(self.vocab).exists():
+            choice("data.vocab", self.vocab, ("tekken", "bytes", "a tokenizer's path"))
         require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", "null or above 0", self.max_bytes)
         fraction = self.validation_fraction
         require(0 < fraction < 1, "data.validation_fraction", "between 0 and 1, both excluded", fraction)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from vocab_parallel.checkpoint import latest_checkpoint
+from vocab_parallel.checkpoint.exchange.hugging_face import Exchanged, from_hugging_face, publish, to_hugging_face
+from vocab_parallel.checkpoint.exchange.safetensors_files import INDEX, NAME
 from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
-from vocab_parallel.checkpoint.hugging_face import Exchanged, from_hugging_face, publish, to_hugging_face
-from vocab_parallel.checkpoint.safetensors_files import INDEX, NAME
 from vocab_parallel.checkpoint.writing import METADATA, STATE
 from vocab_parallel.errors import ConfigError
 
@@ -137,7 +137,7 @@ def _import(args: argparse.Namespace, kind: str, source: Path, target: Path) -> 
         )  # fmt: skip
         _notes(done)
     elif kind == MEGATRON:
-        from vocab_parallel.checkpoint.megatron import from_megatron
+        from vocab_parallel.checkpoint.exchange.megatron import from_megatron
 
         from_megatron(
             source, target, vocab_size=args.vocab_size, tp_size=tp_size, rename=_renamed(args), multiple_of=multiple_of
@@ -152,7 +152,7 @@ def _import(args: argparse.Namespace, kind: str, source: Path, target: Path) -> 
 
 def _export(args: argparse.Namespace, source: Path, wanted: str, target: Path) -> int:
     if wanted == MEGATRON:
-        from vocab_parallel.checkpoint.megatron import to_megatron
+        from vocab_parallel.checkpoint.exchange.megatron import to_megatron
 
         to_megatron(source, target, padded_size=args.padded_size, rename=_renamed(args))
         return sum(one.stat().st_size for one in target.iterdir() if one.is_file())

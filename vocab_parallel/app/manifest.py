@@ -11,9 +11,9 @@ from typing import Any
 from vocab_parallel.checkpoint import latest_checkpoint
 from vocab_parallel.checkpoint.manifest_check import disagreements
 from vocab_parallel.errors import ConfigError
-from vocab_parallel.vocabulary.comparison import MUST, compare, show
 from vocab_parallel.vocabulary.manifest import NAME, Manifest, TensorSpec
-from vocab_parallel.vocabulary.manifest_rules import COMPARE, LOAD
+from vocab_parallel.vocabulary.manifest.comparison import MUST, compare, show
+from vocab_parallel.vocabulary.manifest.rules import COMPARE, LOAD
 
 _SHOWN = 12  # tensors, unless all are wanted
 _TITLES = {

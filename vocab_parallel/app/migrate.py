@@ -14,15 +14,15 @@ from pathlib import Path
 
 from vocab_parallel.app.migrating import Source, Vocabularies, find_source, make_map
 from vocab_parallel.checkpoint.files import open_checkpoint
-from vocab_parallel.checkpoint.migrating import migrate_checkpoint, require_rows
-from vocab_parallel.checkpoint.migration_checks import check_migration
-from vocab_parallel.checkpoint.migration_report import MigrationReport, Table
+from vocab_parallel.checkpoint.migration.checks import check_migration
+from vocab_parallel.checkpoint.migration.migrating import migrate_checkpoint, require_rows
+from vocab_parallel.checkpoint.migration.report import MigrationReport, Table
 from vocab_parallel.checkpoint.writing import MANIFEST, json_bytes, open_aside, write_file
 from vocab_parallel.errors import CheckpointLayoutError, ConfigError, NonFiniteError
 from vocab_parallel.layout import VocabLayout
-from vocab_parallel.vocabulary.conformance import ConformanceReport
-from vocab_parallel.vocabulary.initialization import MeanOfSources, RowInit, parse_init
 from vocab_parallel.vocabulary.manifest import Manifest
+from vocab_parallel.vocabulary.migration.conformance import ConformanceReport
+from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit, parse_init
 
 REPORT = "migration.json"
 
@@ -122,7 +122,7 @@ def _migrate_run(args: argparse.Namespace, source: Source, found: Vocabularies, 
 
 def _migrate_hugging_face(args: argparse.Namespace, source: Source, found: Vocabularies, init: RowInit) -> Done:
     """By way of two checkpoints beside the target, which go afterwards."""
-    from vocab_parallel.checkpoint.hugging_face import from_hugging_face, to_hugging_face
+    from vocab_parallel.checkpoint.exchange.hugging_face import from_hugging_face, to_hugging_face
 
     target = Path(args.target)
     if args.dry_run:
@@ -144,8 +144,8 @@ def _migrate_hugging_face(args: argparse.Namespace, source: Source, found: Vocab
 
 def _plan_hugging_face(args: argparse.Namespace, source: Source, found: Vocabularies, init: RowInit) -> MigrationReport:
     """What a migration would do, from the headers of the files."""
-    from vocab_parallel.checkpoint.hugging_face_names import find_tables
-    from vocab_parallel.checkpoint.safetensors_files import open_safetensors
+    from vocab_parallel.checkpoint.exchange.hugging_face_names import find_tables
+    from vocab_parallel.checkpoint.exchange.safetensors_files import open_safetensors
 
     files, rows = open_safetensors(source.path), found.map.new_size
     named = find_tables(source.path, files, source.rows, None).names

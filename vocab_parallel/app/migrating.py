@@ -10,16 +10,16 @@ from pathlib import Path
 
 from vocab_parallel.app.vocabulary import open_vocabulary, tekken_path
 from vocab_parallel.checkpoint import latest_checkpoint
+from vocab_parallel.checkpoint.exchange.hugging_face_names import CONFIG, ModelConfig
 from vocab_parallel.checkpoint.files import open_checkpoint
-from vocab_parallel.checkpoint.hugging_face_names import CONFIG, ModelConfig
-from vocab_parallel.checkpoint.migrated_assets import VOCABULARY, vocabulary_sha256
+from vocab_parallel.checkpoint.migration.assets import VOCABULARY, vocabulary_sha256
 from vocab_parallel.checkpoint.writing import ASSETS, is_whole
 from vocab_parallel.errors import CheckpointLayoutError, ConfigError, VocabularyError
-from vocab_parallel.vocabulary.encoders import old_encoder
 from vocab_parallel.vocabulary.formats import find_file, read_vocabulary
+from vocab_parallel.vocabulary.formats.encoders import old_encoder
 from vocab_parallel.vocabulary.identity import VocabIdentity
-from vocab_parallel.vocabulary.initialization import MeanOfSources, RowInit
 from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit
 
 NAMES = ("bytes", "tekken")
 Encode = Callable[[bytes], Sequence[int]]

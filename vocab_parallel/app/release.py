@@ -11,12 +11,12 @@ from typing import Any
 
 from vocab_parallel.app.decoding import Search, load_policy
 from vocab_parallel.checkpoint import latest_checkpoint, open_checkpoint
-from vocab_parallel.checkpoint.bundle import Bundle, is_id
 from vocab_parallel.checkpoint.release import list_bundles, promote, rollback, verify
+from vocab_parallel.checkpoint.release.bundle import Bundle, is_id
 from vocab_parallel.decode.policy import Policy
 from vocab_parallel.errors import CheckpointLayoutError, ConfigError, VocabularyError
 from vocab_parallel.vocabulary.manifest import Manifest
-from vocab_parallel.vocabulary.strict_json import read_json
+from vocab_parallel.vocabulary.manifest.strict_json import read_json
 
 _SHOWN = 20  # faults
 

@@ -12,9 +12,9 @@ from typing import Protocol
 from vocab_parallel.errors import ConfigError, VocabularyError
 from vocab_parallel.vocabulary.files import parse_json, read_bytes
 from vocab_parallel.vocabulary.formats import find_file, read_vocabulary, tell
+from vocab_parallel.vocabulary.formats.tables import byte_identity, tekken_ranks
+from vocab_parallel.vocabulary.formats.tokenizer_json import from_tokenizer_json, read_roles
 from vocab_parallel.vocabulary.identity import VocabIdentity
-from vocab_parallel.vocabulary.tables import byte_identity, tekken_ranks
-from vocab_parallel.vocabulary.tokenizer_json import from_tokenizer_json, read_roles
 
 TEKKEN_FILE = "tekken_240911.json"
 

@@ -12,7 +12,7 @@ from vocab_parallel.checkpoint.writing import MANIFEST
 from vocab_parallel.errors import CheckpointLayoutError, VocabularyError
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest, TensorSpec
-from vocab_parallel.vocabulary.manifest_fields import CheckpointContract
+from vocab_parallel.vocabulary.manifest.fields import CheckpointContract
 
 VOCABULARY = "vocabulary.json"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel.checkpoint.opaque import MappedFiles, load_plain
+from vocab_parallel.checkpoint.exchange.opaque import MappedFiles, load_plain
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.integrations.deepspeed.universal import LAYOUT_FILE
 from vocab_parallel.integrations.deepspeed.zero_ranks import RankFiles, Run, State, covers, read_rank, read_runs

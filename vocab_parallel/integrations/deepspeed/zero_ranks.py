@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel.checkpoint.opaque import MappedFiles, load_plain
+from vocab_parallel.checkpoint.exchange.opaque import MappedFiles, load_plain
 from vocab_parallel.errors import CheckpointLayoutError
 
 State = str | None  # a name; None: the master weights

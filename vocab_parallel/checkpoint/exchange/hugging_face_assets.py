@@ -1,0 +1,86 @@
+"""What lies beside the tensors of a Hugging Face directory: configuration, tokenizer, ordered vocabulary."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vocab_parallel.checkpoint.exchange.hugging_face_names import CONFIG, ModelConfig
+from vocab_parallel.checkpoint.files import StoredCheckpoint
+from vocab_parallel.checkpoint.migration.assets import is_tokenizer_file
+from vocab_parallel.checkpoint.writing import ASSETS, dtype_name
+from vocab_parallel.errors import VocabularyError
+from vocab_parallel.vocabulary.formats import find_file, read_vocabulary
+from vocab_parallel.vocabulary.identity import VocabIdentity
+
+VOCABULARY = "vocabulary.json"
+_BESIDE = (CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE")
+
+
+def assets_of(source: Path) -> tuple[dict[str, Path | bytes], list[str]]:
+    """Files of a directory to carry along, by their names in a checkpoint; and a note of those that are not."""
+    found, left = _beside(source)
+    notes = [f"not carried along: {', '.join(left[:8])}"] if left else []
+    return {f"{ASSETS}/{name}": path for name, path in found.items()}, notes
+
+
+def identity_of(source: Path, real: int, notes: list[str]) -> VocabIdentity | None:
+    """The ordered table of the directory's tokenizer, for so many rows; without one, a note says why."""
+    try:
+        find_file(source)
+    except VocabularyError:
+        notes.append("no tokenizer: no load can tell whether one given later is the right one")
+        return None
+    try:
+        return read_vocabulary(source, size=real)
+    except VocabularyError as error:
+        notes.append(f"no ordered table from its tokenizer: {error}")
+        return None
+
+
+def files_beside(
+    stored: StoredCheckpoint, config: str | os.PathLike[str] | None, vocab_size: int, dtype: torch.dtype | None,
+    notes: list[str],
+) -> dict[str, Path | bytes]:  # fmt: skip
+    """The files beside the tensors, by name, with a corrected configuration."""
+    listed = [name.removeprefix(f"{ASSETS}/") for name in stored.state["files"] if name.startswith(f"{ASSETS}/")]
+    found: dict[str, Path | bytes] = {name: stored.path / ASSETS / name for name in listed if _is_beside(name)}
+    if not any(is_tokenizer_file(name) for name in found) and (stored.path / VOCABULARY).is_file():
+        found[VOCABULARY] = stored.path / VOCABULARY
+    path = found.get(CONFIG)
+    if config is not None:
+        path = Path(config) / CONFIG if Path(config).is_dir() else Path(config)
+    if not isinstance(path, Path):
+        notes.append(f"the checkpoint came without {CONFIG}: only tensors are written; --config gives one")
+        return found
+    values, changes = ModelConfig.read(path).corrected(
+        vocab_size=vocab_size, tied=bool(stored.state["ties"]), dtype=None if dtype is None else dtype_name(dtype)
+    )
+    found[CONFIG] = _json_bytes(values) if changes else path
+    notes.extend(f"{CONFIG}: {change}" for change in changes)
+    return found
+
+
+def _json_bytes(values: dict[str, Any]) -> bytes:
+    """As Transformers writes its configurations."""
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _beside(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Files of a directory to carry along, by name, and the names of those that are not."""
+    found, left = {}, []
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and (path.name in _BESIDE or is_tokenizer_file(path.name)):
+            found[path.name] = path
+        elif not path.name.startswith(".") and not path.name.endswith((".safetensors", ".safetensors.index.json")):
+            left.append(path.name)
+    return found, left
+
+
+def _is_beside(name: str) -> bool:
+    """Whether a file that was carried along belongs into a Hugging Face directory; a name with a path never does."""
+    return Path(name).name == name and (name in _BESIDE or is_tokenizer_file(name))

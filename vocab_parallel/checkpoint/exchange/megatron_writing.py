@@ -1,0 +1,158 @@
+"""A checkpoint of ours to one of Megatron-core's (`torch_dist`), without Megatron."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+from vocab_parallel.checkpoint.exchange.megatron_files import (
+    COMMON,
+    CONFIG,
+    CONFIG_TEXT,
+    FOLDER,
+    OBJECTS,
+    ORIGIN,
+    VOCABULARY,
+    carried,
+    is_table,
+    owner_of,
+    require_new,
+)
+from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
+from vocab_parallel.checkpoint.rows import Rows
+from vocab_parallel.checkpoint.writing import BlockWriter, open_aside, write_file
+from vocab_parallel.errors import CheckpointLayoutError
+
+
+def to_megatron(
+    checkpoint: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    padded_size: int | None = None,
+    rename: Mapping[str, str] | None = None,
+) -> Path:
+    """Makes a distributed checkpoint that Megatron-core's `dist_checkpointing.load` reads, at any TP size.
+
+    One that `from_megatron` made becomes what it was, optimizer and objects too. Of another one the weights are
+    written, and an iteration; Megatron's own objects (extra states) are not in it, so load it with a `strict` that
+    allows for that. Padding rows are zero.
+
+    Args:
+        checkpoint: Ours.
+        target: A folder that is not there, such as ``save/iter_0000042``.
+        padded_size: Rows of the tables there; None: those that they had in Megatron, else the real ones. Megatron
+            loads tables of another size than its own, but its own padding then stays zero.
+        rename: Names of parameters here to names there, where they differ.
+
+    Returns:
+        `target`.
+
+    Memory:
+        One block of 4 MiB.
+
+    Raises:
+        CheckpointLayoutError: `checkpoint` is damaged; a table's name there is none of Megatron's; `padded_size` is
+            below the real rows; `target` exists.
+    """
+    stored, final = open_checkpoint(checkpoint), Path(target)
+    require_new(final)
+    origin = stored.state["extra"].get(ORIGIN, {})
+    rows = int(stored.state["layout"]["vocab_size"])
+    padded = padded_size if padded_size is not None else max(rows, int(origin.get("padded_size", rows)))
+    if padded < rows:
+        raise CheckpointLayoutError(f"padded_size {padded} is below the {rows} real rows of {stored.path}")
+    part: dict[str, Any] = {}
+    for ours, theirs in _their_keys(stored, origin, rename).items():
+        part[theirs] = _padded(stored, ours, padded) if _is_rows(stored, ours, rows) else carried(stored, ours)
+    part |= _objects(stored, origin)
+    aside = open_aside(final)
+    try:
+        _save(part, BlockWriter(aside))
+        write_file(aside / COMMON, _common(stored, origin))
+        write_file(aside / CONFIG, CONFIG_TEXT.encode())
+        os.replace(aside, final)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return final
+
+
+def _their_keys(
+    stored: StoredCheckpoint, origin: Mapping[str, Any], rename: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Keys here to keys there."""
+    names: dict[str, str] = {}
+    for key in stored.tensors:
+        if rename is None and key in origin.get("keys", {}):
+            names[key] = str(origin["keys"][key])
+        elif key.startswith("model."):
+            ours = key.removeprefix("model.")
+            names[key] = (rename or {}).get(ours, ours)
+    wrong = [name for name in stored.state["tables"] if not is_table(names.get(f"model.{name}", ""))]
+    if wrong:
+        raise CheckpointLayoutError(
+            f"{stored.path} has the tables {', '.join(wrong)}; Megatron's are named {', '.join(VOCABULARY)}. Say which "
+            f"is which: to_megatron(..., rename={{{wrong[0]!r}: {VOCABULARY[0]!r}}})"
+        )
+    if len(set(names.values())) < len(names):
+        raise CheckpointLayoutError(f"two tensors of {stored.path} would get one name in Megatron: {names}")
+    return names
+
+
+def _is_rows(stored: StoredCheckpoint, key: str, rows: int) -> bool:
+    size = stored.tensors[key][1]
+    return owner_of(key) in stored.state["tables"] and len(size) > 0 and size[0] == rows
+
+
+def _padded(stored: StoredCheckpoint, key: str, padded: int) -> Rows:
+    """The rows of a table, then zeros."""
+    dtype, size = stored.tensors[key]
+
+    def make(start: int, stop: int) -> Tensor:
+        real = stored.read(key, min(start, size[0]), min(stop, size[0]))
+        return torch.cat([real, real.new_zeros(stop - start - len(real), *size[1:])])
+
+    return Rows.made((padded, *size[1:]), dtype, 0, padded, make)
+
+
+def _objects(stored: StoredCheckpoint, origin: Mapping[str, Any]) -> dict[str, io.BytesIO]:
+    index: Mapping[str, Any] = origin.get("objects", {})
+    if not index:
+        return {}
+    content = (stored.path / FOLDER / OBJECTS).read_bytes()
+    return {key: io.BytesIO(content[start : start + length]) for key, (start, length) in index.items()}
+
+
+def _common(stored: StoredCheckpoint, origin: Mapping[str, Any]) -> Path | bytes:
+    if origin:
+        return stored.path / FOLDER / COMMON
+    made = io.BytesIO()
+    torch.save({"iteration": stored.step, "checkpoint_version": 3.0}, made)
+    return made.getvalue()
+
+
+class _Planner(DefaultSavePlanner):
+    """Writes bytes as they are."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
+
+
+def _save(part: dict[str, Any], writer: BlockWriter) -> None:
+    """What `torch.distributed.checkpoint.save` does on one rank."""
+    planner = _Planner(flatten_state_dict=False)
+    writer.set_up_storage_writer(True)
+    planner.set_up_planner(part, writer.storage_meta(), True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [results])

@@ -1,0 +1,235 @@
+"""A checkpoint under another vocabulary: every row-addressed tensor moves by one map, block by block."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
+from vocab_parallel.checkpoint.migration.assets import (
+    VOCABULARY,
+    KnownVocabulary,
+    carried_assets,
+    known_vocabulary,
+    vocabulary_bytes,
+)
+from vocab_parallel.checkpoint.migration.report import MigrationReport, Table
+from vocab_parallel.checkpoint.migration.rows import NewRows, moved_rows
+from vocab_parallel.checkpoint.rows import Rows
+from vocab_parallel.checkpoint.states import SHARDS
+from vocab_parallel.checkpoint.writing import MANIFEST, make_state, write_checkpoint
+from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.layout import VocabLayout
+from vocab_parallel.vocabulary.identity import VocabIdentity
+from vocab_parallel.vocabulary.manifest import Manifest
+from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit
+from vocab_parallel.vocabulary.row_states import is_master_weight, is_row_state
+
+
+def migrate_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    vocab_map: VocabMap,
+    *,
+    init: RowInit,
+    tp_size: int | None = None,
+    multiple_of: int = 128,
+    identity: VocabIdentity | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    verify: bool = True,
+    dry_run: bool = False,
+) -> MigrationReport:
+    """Writes a checkpoint with the rows of another vocabulary, by one process, never with a whole table in memory.
+
+    Every table over the vocabulary moves by the map, tied or not, with biases, master weights and every row-shaped
+    optimizer state. Rows of kept ids keep their bits. New rows of a weight begin as `init` says, those of a master
+    weight too, and then the weight's are the master's, rounded; those of moments are zero. Step counts, column
+    factors, scalars and all tensors without a vocabulary stay.
+
+    Args:
+        source: A checkpoint.
+        target: The folder to write; must not be there.
+        vocab_map: From the checkpoint's ids to the new ones.
+        init: How new rows begin.
+        tp_size: Files are cut along the shards of so many ranks; None: as many as in `source`. Any number loads.
+        multiple_of: As of `VocabLayout`.
+        identity: The new ordered table, kept as vocabulary.json; None: the checkpoint's table extended by unused ids,
+            if the map only appends, else none.
+        tokenizer: File or folder of the new tokenizer, carried along in place of the old one's files.
+        verify: Whether to compare the files of `source` with their hashes first.
+        dry_run: Only report: nothing is written.
+
+    Memory:
+        Three blocks of 4 MiB, whatever the vocabulary, the map and the model; the map, and the ordered table.
+
+    Raises:
+        CheckpointLayoutError: `source` is damaged, or of another vocabulary than the map; `target` exists; nothing
+            would move.
+        VocabularyError: `init` or `identity` does not fit the map.
+        NonFiniteError: New rows would be made from a row with NaN or an infinity.
+    """
+    source, target = Path(source), Path(target)
+    stored = open_checkpoint(source)
+    if target.exists():
+        raise CheckpointLayoutError(f"{target} exists: name a new folder, a migration replaces nothing")
+    require_rows(stored.path, stored.state["layout"].get("vocab_size"), vocab_map)
+    known = known_vocabulary(stored, vocab_map, identity)
+    _require_change(stored, target, vocab_map, known)
+    init.check(vocab_map)
+    saved = stored.state["layout"]
+    layout = VocabLayout(vocab_map.new_size, tp_size or int(saved.get("tp_size", 1)), multiple_of=multiple_of)
+    _require_ranks(stored, layout.tp_size)
+    tables = tables_of(stored, vocab_map.old_size)
+    assets, notes = carried_assets(stored, vocab_map, known.identity, tokenizer)
+    vocab_map = dataclasses.replace(vocab_map, old_sha256=known.old_sha256, new_sha256=known.sha256)
+    report = MigrationReport(
+        source, target, vocab_map, str(init), layout, tables,
+        bytes=_bytes(stored, tables, vocab_map),
+        without_sources=len(init.without_sources(vocab_map)) if isinstance(init, MeanOfSources) else 0,
+        notes=(*known.notes, *notes, *_notes(stored, tables)),
+    )  # fmt: skip
+    if dry_run:
+        return report
+    if verify:
+        stored.verify()
+    parts = _parts(stored, tables, vocab_map, init, layout)
+    tensors = {key: part[key] for part in parts for key in part}
+    state = make_state(
+        stored.step,
+        tensors,
+        layout={"vocab_size": layout.vocab_size, "padded_size": layout.padded_size, "tp_size": layout.tp_size},
+        tables=stored.state["tables"],
+        ties=stored.state["ties"],
+        scalars=stored.state["scalars"],
+        extra={**known.extra(stored), "migrated_from": report.origin()},
+    )
+    if known.identity is not None:
+        assets[VOCABULARY] = vocabulary_bytes(known.identity)
+    write_checkpoint(target, parts, state=state, manifest=_manifest(stored, tensors, layout, known), assets=assets)
+    return report
+
+
+def _require_change(stored: StoredCheckpoint, target: Path, vocab_map: VocabMap, known: KnownVocabulary) -> None:
+    renamed = None not in (known.old_sha256, known.sha256) and known.old_sha256 != known.sha256
+    if vocab_map.is_identity and not renamed:
+        raise CheckpointLayoutError(
+            f"every id of {stored.path} stays and none is new: there is nothing to migrate. Padding and the number of "
+            "ranks are no part of its rows: `load_checkpoint` takes any, and `python -m vocab_parallel reshard "
+            f"{stored.path} {target} --tp N` writes the files of N ranks"
+        )
+
+
+def _require_ranks(stored: StoredCheckpoint, tp_size: int) -> None:
+    own = [key for key in stored.tensors if key.endswith(SHARDS)]
+    saved = stored.state["layout"].get("tp_size")
+    if own and tp_size != saved:
+        raise CheckpointLayoutError(
+            f"{stored.path} has values for each of its {saved} ranks ({', '.join(own[:3])}), which {tp_size} ranks "
+            "cannot have: migrate it as it is, without --tp; any number of ranks loads it"
+        )
+
+
+def require_rows(path: Path, rows: object, vocab_map: VocabMap) -> None:
+    """Raises unless the map is from as many ids as the tables of `path` have rows."""
+    if rows != vocab_map.old_size:
+        raise CheckpointLayoutError(
+            f"the map is from {vocab_map.old_size:,} old ids, {path} has {rows} rows: it is a map from another "
+            f"vocabulary. Make it from the checkpoint's own: python -m vocab_parallel migrate {path} <target> "
+            "--old-vocab <the tokenizer that it was trained with> --new-vocab <the new one>"
+        )
+
+
+def tables_of(stored: StoredCheckpoint, rows: int) -> tuple[Table, ...]:
+    """The tables of a checkpoint, each with the keys that move with it."""
+    names = stored.state["tables"]
+    if not names:
+        raise CheckpointLayoutError(f"{stored.path} lists no table over the vocabulary: there is nothing to migrate")
+    found = []
+    for name in names:
+        weight = f"model.{name}"
+        shape = list(stored.tensors[weight][1]) if weight in stored.tensors else None
+        if shape is None or not shape or shape[0] != rows:
+            raise CheckpointLayoutError(
+                f"{stored.path}: the table {name} of {rows} rows is {shape or 'missing'}: the checkpoint contradicts "
+                "itself, use another one"
+            )
+        prefix = f"optimizer.{name}."
+        states = [
+            key
+            for key, (_, size) in stored.tensors.items()
+            if key.startswith(prefix)
+            and "." not in (state := key[len(prefix) :])
+            and not state.endswith(SHARDS)
+            and is_row_state(state, size, shape)
+        ]
+        master = next((key for key in states if is_master_weight(key)), None)
+        found.append(Table(name, weight, master, tuple(sorted(key for key in states if key != master))))
+    return tuple(found)
+
+
+def _parts(
+    stored: StoredCheckpoint, tables: tuple[Table, ...], vocab_map: VocabMap, init: RowInit, layout: VocabLayout
+) -> list[dict[str, Tensor]]:
+    """What the files of each rank will hold; made when it is written."""
+    parts = [dict[str, Tensor]() for _ in range(layout.tp_size)]
+    for table in tables:
+        fill = NewRows(stored, table.master or table.weight, vocab_map, init)
+        for key in table.keys:
+            new = fill if key in (table.weight, table.master) else None
+            for rank, part in enumerate(parts):
+                own = layout.range(rank)
+                part[key] = moved_rows(stored, key, vocab_map, own.start, len(own), new)
+    moved = {key for table in tables for key in table.keys}
+    for rank, part in enumerate(parts):
+        part.update(_stayed(stored, moved, rank, layout.tp_size))
+    return parts
+
+
+def _stayed(stored: StoredCheckpoint, moved: set[str], rank: int, tp_size: int) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor that does not move: an even share of its rows, read when they are written."""
+    for key, (dtype, size) in stored.tensors.items():
+        if key in moved:
+            continue
+        if math.prod(size) == 0 or not size:
+            yield key, stored.read(key)  # written once, though each rank has it
+            continue
+        share = -(-size[0] // tp_size)
+        first = min(size[0], rank * share)
+        count = min(size[0] - first, share)
+        yield key, Rows.made(size, dtype, first, count, partial(stored.read, key))
+
+
+def _manifest(
+    stored: StoredCheckpoint, tensors: Mapping[str, Tensor], layout: VocabLayout, known: KnownVocabulary
+) -> Manifest | None:
+    """The source's manifest for the new rows; None if the source has none."""
+    if not (stored.path / MANIFEST).is_file():
+        return None
+    specs = {key: (value.dtype, tuple(value.shape)) for key, value in tensors.items()}
+    old = Manifest.read(stored.path)
+    return old.moved(specs, layout, step=stored.step, identity=known.identity, vocabulary_sha256=known.sha256)
+
+
+def _bytes(stored: StoredCheckpoint, tables: tuple[Table, ...], vocab_map: VocabMap) -> int:
+    moved = {key for table in tables for key in table.keys}
+    total = 0
+    for key, (dtype, size) in stored.tensors.items():
+        shape = (vocab_map.new_size, *size[1:]) if key in moved else size
+        total += math.prod(shape) * dtype.itemsize
+    return total
+
+
+def _notes(stored: StoredCheckpoint, tables: tuple[Table, ...]) -> Iterator[str]:
+    """What has as many rows as the vocabulary and does not move."""
+    moved = {key for table in tables for key in table.keys}
+    rows = stored.tensors[tables[0].weight][1][0]
+    for key, (_, size) in stored.tensors.items():
+        if key.startswith("model.") and key not in moved and size and size[0] == rows:
+            yield f"{key} has {rows:,} rows too, but is listed as no table of the vocabulary: it stays as it is"

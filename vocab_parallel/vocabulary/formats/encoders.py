@@ -1,0 +1,140 @@
+"""Encodes token bytes with an old tokenizer: the sub-tokens that a new token was written with before."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vocab_parallel.errors import VocabularyError
+from vocab_parallel.vocabulary.files import read_bytes, shortened
+from vocab_parallel.vocabulary.formats.reading import find_file, read_vocabulary, tell
+from vocab_parallel.vocabulary.formats.tables import sentencepiece_model, tekken_ranks, tiktoken_ranks
+from vocab_parallel.vocabulary.identity import VocabIdentity
+
+# Appended to a SentencePiece model it overrides two fields: no space is added before the text, none is squeezed.
+_VERBATIM = b"\x1a\x04\x18\x00\x20\x00"
+
+
+def old_encoder(path: str | os.PathLike[str]) -> Callable[[bytes], list[int]]:
+    """An encoder of bytes to the ids of the tokenizer in `path`, by its own library; for `VocabMap.from_vocabs`.
+
+    The bytes are taken as they stand within a text: nothing is put before or after them. Bytes that are no UTF-8 go by
+    the tokens of single bytes, where there are any.
+
+    Args:
+        path: a file or folder that `read_vocabulary` reads.
+
+    Raises:
+        VocabularyError: a broken file, or the library that encodes with it is missing (the message names it).
+    """
+    path, _ = find_file(path)
+    data = read_bytes(path)
+    form, parsed = tell(data, path)
+    identity = read_vocabulary(path)
+    single = _single_bytes(identity)
+    if form == "tokenizer.json":
+        encode = _hugging_face(parsed, path)
+    elif form == "sentencepiece":
+        encode = sentencepiece_model(data + _VERBATIM, path).encode_as_ids
+    elif form == "tiktoken":
+        encode = _tiktoken(r"(?s:.)+", tiktoken_ranks(data, path), 0, path)
+    elif form == "tekken":
+        _, count, ranks = tekken_ranks(parsed, path)
+        encode = _tiktoken(str(parsed["config"].get("pattern") or r"(?s:.)+"), ranks, count, path)
+    elif identity.source == "bytes":
+        return lambda token: [single[byte] for byte in token]
+    else:
+        raise VocabularyError(
+            f"{path} is an ordered table of {identity.source}: it says which token each id is, not how text is cut; "
+            "give the tokenizer's own file"
+        )
+
+    def encode_bytes(token: bytes) -> list[int]:
+        ids: list[int] = []
+        for part in _parts(token):
+            if isinstance(part, str):
+                ids.extend(encode(part))
+            elif part in single:
+                ids.append(single[part])
+        return ids
+
+    return encode_bytes
+
+
+def _single_bytes(identity: VocabIdentity) -> dict[int, int]:
+    """The id of each single byte; a byte piece before a token that happens to have one byte."""
+    found: dict[int, int] = {}
+    for kind in ("byte", "normal"):
+        for token_id, token in enumerate(identity.tokens):
+            if len(token) == 1 and identity.kinds[token_id] == kind:
+                found.setdefault(token[0], token_id)
+    return found
+
+
+def _parts(token: bytes) -> list[str | int]:
+    """The text in `token`, and the bytes between that are no text."""
+    parts: list[str | int] = []
+    while token:
+        try:
+            parts.append(token.decode("utf-8"))
+            break
+        except UnicodeDecodeError as error:
+            if error.start:
+                parts.append(token[: error.start].decode("utf-8"))
+            parts.append(token[error.start])
+            token = token[error.start + 1 :]
+    return parts
+
+
+def _hugging_face(parsed: dict[str, Any], path: object) -> Callable[[str], Sequence[int]]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise VocabularyError(f"{path}: encoding with it needs: pip install tokenizers") from error
+    verbatim = {**parsed, "post_processor": None, "truncation": None, "padding": None}
+    for part in ("normalizer", "pre_tokenizer"):
+        verbatim[part] = _without_prefix(verbatim.get(part))
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(verbatim))
+    except Exception as error:  # the library raises plain Exception
+        raise VocabularyError(f"{path}: the tokenizers library refuses it: {shortened(str(error), 200)}") from error
+
+    def encode(text: str) -> Sequence[int]:
+        ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode
+
+
+def _without_prefix(step: Any) -> Any:
+    """The same normalizer or pre-tokenizer, without the space that it would put before a text."""
+    if not isinstance(step, dict):
+        return step
+    if step.get("type") == "Prepend":
+        return None
+    changed = dict(step)
+    for key in ("normalizers", "pretokenizers"):
+        if isinstance(step.get(key), list):
+            changed[key] = [kept for kept in map(_without_prefix, step[key]) if kept is not None]
+    if "add_prefix_space" in step:
+        changed["add_prefix_space"] = False
+    if step.get("type") == "Metaspace":
+        changed["prepend_scheme"] = "never"
+    return changed
+
+
+def _tiktoken(pattern: str, ranks: dict[bytes, int], first: int, path: object) -> Callable[[str], Sequence[int]]:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise VocabularyError(f"{path}: encoding with it needs: pip install tiktoken") from error
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise VocabularyError(f"{path}: the byte {missing[0]:#04x} has no rank, so text cannot be encoded with it")
+    try:
+        encoding = tiktoken.Encoding("old", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    except ValueError as error:
+        raise VocabularyError(f"{path}: tiktoken refuses it: {shortened(str(error), 200)}") from error
+    return lambda text: [rank + first for rank in encoding.encode_ordinary(text)]

@@ -1,0 +1,190 @@
+"""The ordered table of a Hugging Face ``tokenizer.json``, and the roles in the files beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vocab_parallel.errors import VocabularyError
+from vocab_parallel.vocabulary.files import Reader, parse_json, read_bytes, shortened, text_bytes
+from vocab_parallel.vocabulary.formats.table import Table
+from vocab_parallel.vocabulary.formats.tables import BYTE_PIECE
+from vocab_parallel.vocabulary.identity import ROLES, VocabIdentity
+
+SOURCE = "tokenizer.json"
+ROLE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+def from_tokenizer_json(data: object, path: object, roles: Mapping[str, str] | None = None) -> VocabIdentity:
+    """Reads the parsed file: the model's vocabulary and the added tokens, which may lie inside it or past it.
+
+    Byte-level tokens become their bytes, a word-boundary mark becomes a space, ``<0x41>`` of a model with byte
+    fallback becomes a byte piece. WordPiece's ``##`` and a ``</w>`` suffix stay: they are part of what a row means.
+
+    Args:
+        data: the parsed file.
+        path: its name, for messages.
+        roles: role ("bos", "eos", ...) to the content of its token, from the files beside it.
+
+    Raises:
+        VocabularyError: not such a file.
+    """
+    reader = Reader(data, path)
+    table = Table(path, SOURCE)
+    decode = _Decoder(reader)
+    words = _model_words(reader.inside("model"))
+    added = _added_tokens(reader)
+    unknown = _unknown(reader.inside("model"), words)
+    for token_id, content in words.items():
+        if token_id in added:
+            if added[token_id][0] != content:
+                here, there = shortened(added[token_id][0]), shortened(content)
+                what = f"id {token_id} is {here} here and {there} in model.vocab"
+                raise reader.error("added_tokens", f"{what}; save the tokenizer again")
+            continue
+        place = f"model.vocab {shortened(content)}"
+        if token_id == unknown:
+            table.put(token_id, "special", text_bytes(content, path, place), place)
+        else:
+            table.put(token_id, *decode(content, place), place)
+    for token_id, (content, special) in added.items():
+        place = f"added_tokens {shortened(content)}"
+        if special or token_id == unknown:
+            table.put(token_id, "special", text_bytes(content, path, place), place)
+        else:
+            table.put(token_id, "normal", decode.added(content, place), place)
+    ids = {content: token_id for token_id, content in reversed(words.items())}
+    ids |= {content: token_id for token_id, (content, _) in reversed(added.items())}
+    return table.identity(_role_ids(roles or {}, ids, unknown, path), list(added))
+
+
+def read_roles(folder: Path) -> dict[str, str]:
+    """Role to token content, from ``tokenizer_config.json`` and then ``special_tokens_map.json``."""
+    roles: dict[str, str] = {}
+    for name in ROLE_FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        reader = Reader(parse_json(read_bytes(path), path), path)
+        for key, value in reader.value.items():
+            role = key.removesuffix("_token")
+            content = value.get("content") if isinstance(value, dict) else value
+            if role in ROLES and value is not None:
+                reader.require(content, str, key)
+            if role != key and isinstance(content, str):  # add_bos_token is a switch, num_image_token a count
+                roles.setdefault(role, content)
+    return roles
+
+
+class _Decoder:
+    """What a token adds to decoded text, by the file's own decoder; as (kind, bytes)."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.path = reader.path
+        steps = [step for part in ("normalizer", "pre_tokenizer", "decoder") for step in _steps(reader.value.get(part))]
+        names = {step.get("type") for step in steps if isinstance(step.get("type"), str)}
+        model = reader.inside("model").value
+        self.byte_level = "ByteLevel" in names
+        self.byte_fallback = model.get("byte_fallback") is True or "ByteFallback" in names
+        self.mark = next(filter(None, map(_mark, steps)), None)
+        self.alphabet = byte_alphabet()
+
+    def __call__(self, token: str, place: str) -> tuple[str, bytes]:
+        if self.byte_fallback and (found := BYTE_PIECE.fullmatch(token)):
+            return "byte", bytes.fromhex(found[1])
+        if self.byte_level:
+            try:
+                return "normal", bytes([self.alphabet[letter] for letter in token])
+            except KeyError:  # a token of the model that is outside the byte alphabet stands for its own text
+                pass
+        return "normal", self.added(token, place)
+
+    def added(self, token: str, place: str) -> bytes:
+        """The bytes of an added token that is not special: its text, word-boundary marks as spaces."""
+        return text_bytes(token.replace(self.mark, " ") if self.mark else token, self.path, place)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The letter that stands for each byte in byte-level tables: itself if printable, else one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _steps(part: object) -> Iterator[dict[str, Any]]:
+    """Every step of a normalizer, pre-tokenizer or decoder, those inside sequences included."""
+    waiting = [part]
+    while waiting:
+        step = waiting.pop()
+        if isinstance(step, dict):
+            yield step
+            for key in ("normalizers", "pretokenizers", "decoders"):
+                waiting.extend(step[key] if isinstance(step.get(key), list) else [])
+
+
+def _mark(step: dict[str, Any]) -> str | None:
+    """The word-boundary mark that a step writes for spaces, or reads back to spaces."""
+    if step.get("type") == "Metaspace":
+        mark = step.get("replacement", "▁")
+    elif step.get("type") == "Replace" and isinstance(step.get("pattern"), dict):
+        pair = step["pattern"].get("String"), step.get("content")
+        mark = pair[1] if pair[0] == " " else pair[0] if pair[1] == " " else None
+    else:
+        return None
+    return mark if isinstance(mark, str) and len(mark) == 1 and not mark.isspace() else None
+
+
+def _model_words(model: Reader) -> dict[int, str]:
+    """Content by id."""
+    vocab = model.get("vocab", (dict, list))
+    words: dict[int, str] = {}
+    if isinstance(vocab, list):  # Unigram: [piece, score], by id
+        for token_id, pair in enumerate(vocab):
+            if not isinstance(pair, list) or not pair or not isinstance(pair[0], str):
+                raise model.error(f"model.vocab[{token_id}]", f"expected [piece, score], found {shortened(pair)}")
+            words[token_id] = pair[0]
+        return words
+    for content, token_id in vocab.items():
+        if type(token_id) is not int:
+            raise model.error(f"model.vocab {shortened(content)}", f"expected an id, found {shortened(token_id)}")
+        if words.setdefault(token_id, content) is not content:
+            both = f"{shortened(words[token_id])} and {shortened(content)}"
+            raise model.error("model.vocab", f"id {shortened(token_id)} is both {both}")
+    return words
+
+
+def _added_tokens(reader: Reader) -> dict[int, tuple[str, bool]]:
+    added: dict[int, tuple[str, bool]] = {}
+    for place, entry in enumerate(reader.get("added_tokens", list, [])):
+        token = Reader(entry, reader.path, f"added_tokens[{place}]")
+        token_id = token.get("id", int)
+        if token_id in added:
+            both = f"{shortened(added[token_id][0])} and {shortened(token.get('content', str))}"
+            raise reader.error(token.place, f"id {shortened(token_id)} is both {both}")
+        added[token_id] = token.get("content", str), token.get("special", bool, False)
+    return added
+
+
+def _unknown(model: Reader, words: Mapping[int, str]) -> int | None:
+    """The id of the model's own unknown token."""
+    if isinstance(model.value.get("vocab"), list):
+        return model.get("unk_id", int, None) if model.value.get("unk_id") in words else None
+    content = model.get("unk_token", str, None)
+    return None if content is None else next((key for key, word in words.items() if word == content), None)
+
+
+def _role_ids(roles: Mapping[str, str], ids: Mapping[str, int], unknown: int | None, path: object) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for role, content in roles.items():
+        if content not in ids and role not in ROLES:
+            continue
+        if content not in ids:
+            raise VocabularyError(
+                f"{path}: the {role} token {shortened(content)} of the files beside it is no token here; Transformers "
+                "would add it while loading: load the tokenizer there once and save_pretrained() it again"
+            )
+        found[role] = ids[content]
+    if unknown is not None:
+        found.setdefault("unk", unknown)
+    return found
