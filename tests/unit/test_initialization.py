@@ -23,7 +23,7 @@ from vocab_parallel.vocabulary.migration.initialization import (
     parse_init,
 )
 from vocab_parallel.vocabulary.migration.normal_rows import normal_quantile, normal_rows
-from vocab_parallel.vocabulary.migration.statistics import Magnitudes, ColumnStatistics, column_statistics
+from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics, Magnitudes, column_statistics
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -12,7 +12,7 @@ from vocab_parallel.checkpoint.files import StoredTensors
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration.initialization import RowInit
-from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics, not_finite, column_statistics
+from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics, column_statistics, not_finite
 
 READ_BYTES = 2**20  # that are read at a time beside a block
 Fill = Callable[[Sequence[int]], Tensor]  # new ids -> their rows [n, ...]

@@ -16,7 +16,7 @@ from vocab_parallel.errors import LayoutMismatchError, UngatheredWeightError, Vo
 from vocab_parallel.shard import VocabShard
 from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit, Zeros
-from vocab_parallel.vocabulary.migration.statistics import Magnitudes, ColumnStatistics, not_finite
+from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics, Magnitudes, not_finite
 
 BLOCK_BYTES = 4 * 2**20  # of what a rank sends, and of what it receives, at a time
 
