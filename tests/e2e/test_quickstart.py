@@ -109,11 +109,6 @@ def test_generate_continues_on_the_ranks_of_the_training(quickstart: tuple[Path,
     assert len(lines) <= 6 and all(line["support"] <= line["legal"] == 131_072 for line in lines)
 
 
-def test_generate_on_other_ranks_is_refused(quickstart: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.main(["generate", str(quickstart[0])]) == 2
-    assert "over 2 ranks; this job has V=131072 padded to 131072 over 1 ranks" in capsys.readouterr().err
-
-
 def test_report_rebuilds_the_page(quickstart: tuple[Path, str]) -> None:
     page = quickstart[0] / "report.html"
     before = page.read_text()

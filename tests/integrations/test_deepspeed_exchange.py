@@ -18,12 +18,15 @@ from tests.batch import assert_all_raise, attempt, run_batch
 from tests.integrations.deepspeed_models import ADAMW, HALF, Case, Model, build, host, make_shard, start, train
 from tests.memory import added_memory
 from tests.multirank.shared_world import Batch
+from tests.unit.releases import identity_of
 from vocab_parallel.checkpoint import load_checkpoint
 from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
+from vocab_parallel.checkpoint.manifest_check import disagreements
 from vocab_parallel.checkpoint.writing import make_state, write_checkpoint
 from vocab_parallel.collectives import gather_vocab
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.integrations.deepspeed.exchange import from_deepspeed
+from vocab_parallel.vocabulary.manifest import Manifest
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all ranks to train and save
 
@@ -234,6 +237,8 @@ BAD = {
     "weights alone": ["no optimizer state", "load_checkpoint"],
     "more rows": ["model.embedding.weight", "[10, 4]", "[9, 4]"],
     "fewer parameters": ["model.block.bias", "not at all"],
+    "more parameters": ["model.block2.bias", "another model"],
+    "moments without steps": ["exp_avg_sq without a count of steps"],
     "damaged": ["__0_0.distcp", "sha256"],
 }
 
@@ -248,6 +253,8 @@ def _write_bad(folder: Path) -> None:
         "weights alone": {key: value for key, value in good.items() if key.startswith("model.")},
         "more rows": rows,
         "fewer parameters": {key: value for key, value in good.items() if key != "model.block.bias"},
+        "more parameters": good | {"model.block2.bias": torch.zeros(4)},
+        "moments without steps": {key: value for key, value in good.items() if not key.endswith(".step")},
         "damaged": good,
     }.items():
         write_checkpoint(folder / what, [tensors], state=make_state(3, tensors, **kept))
@@ -313,6 +320,20 @@ def test_an_engine_of_another_shape_goes_on_from_ours(
     one, two = open_checkpoint(folder / str(source) / "ours"), open_checkpoint(again)
     for key in [key for key in two.tensors if key.startswith("optimizer.")]:
         assert torch.equal(one.read(key), two.read(key)), key
+
+
+@pytest.mark.parametrize("kind", ["numbers", "tensors"])
+def test_steps_are_found_as_numbers_and_as_tensors(kind: str, tmp_path: Path) -> None:
+    from vocab_parallel.integrations.deepspeed.loading import _kept_states
+
+    names, steps = ["a", "b"], {f"optimizer.{name}.step": 5 for name in ("a", "b")}
+    tensors = {f"optimizer.{name}.exp_avg_sq": torch.ones(2) for name in names}
+    if kind == "tensors":
+        tensors |= {key: torch.tensor(float(value)) for key, value in steps.items()}
+    layout = {"vocab_size": 9, "padded_size": 9, "tp_size": 1}
+    state = make_state(5, tensors, layout=layout, tables=[], scalars=steps if kind == "numbers" else None)
+    write_checkpoint(tmp_path / "ours", [tensors], state=state)
+    assert _kept_states(open_checkpoint(tmp_path / "ours"), names) == (["exp_avg_sq"], 5.0)
 
 
 def _copy(saved: tuple[Path, dict[str, Any]], target: Path, case: Case = CASES[0][0]) -> Path:
@@ -423,12 +444,20 @@ class _Runs:
         return exec, (f"open({self._path!r}, 'w').close()",)
 
 
-def test_no_code_of_a_file_runs(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_no_code_of_a_file_runs_and_the_ordered_table_beside_it_goes_along(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     source = _copy(saved, tmp_path / "source")
     _replaced(source / MODEL, lambda content: content.update(client_state=_Runs(str(tmp_path / "ran"))))
+    identity_of().write(source / "vocabulary.json")  # as the app puts it beside
     from_deepspeed(source, tmp_path / "ours")
     assert not (tmp_path / "ran").exists()
     assert _equal(open_checkpoint(tmp_path / "ours"), open_checkpoint(saved[0] / str(CASES[0][0]) / "ours"))
+    assert Manifest.read(tmp_path / "ours").vocabulary.ordered_table_sha256 == identity_of().sha256
+    assert disagreements(tmp_path / "ours") == [] and (tmp_path / "ours" / "vocabulary.json").is_file()
+    identity_of(["a", "b", "c"]).write(source / "vocabulary.json")
+    with pytest.raises(CheckpointLayoutError, match=r"has 3 ids, .*/half has 9 real rows"):
+        from_deepspeed(source, tmp_path / "other")
 
 
 def _equal(one: StoredCheckpoint, two: StoredCheckpoint) -> bool:
@@ -481,6 +510,30 @@ def test_a_conversion_holds_less_than_a_shard(vocab: int, tmp_path: Path) -> Non
     shard = vocab // TP * WIDTH * 4
     assert added.resident < 1.3 * shard, f"{added}, a shard has {shard}"
     assert added.private < 1.3 * shard, f"{added}, a shard has {shard}"
+
+
+FILES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+BOMB = torch.zeros(1).expand(2**40)
+CLAIMS: dict[str, tuple[int, Any, list[str]]] = {
+    "a buffer": (0, lambda c: c.update(module={"b": BOMB}, buffer_names=["b"]), ["b has 1099511627776"]),
+    "masters": (1, lambda c: c["optimizer_state_dict"].update(fp32_flat_groups=[BOMB]), ["0 has 1099511627776"]),
+    "ranks": (0, lambda c: c.update(dp_world_size=2**20 - 1), ["1048575 x 2 ranks"]),
+    "a number": (1, lambda c: _base(c)["state"][0].update(beta=float("nan")), ["beta is nan"]),
+}
+
+
+def _base(content: Any) -> Any:
+    return content["optimizer_state_dict"]["optimizer_state_dict"]
+
+
+@pytest.mark.parametrize("what", CLAIMS)
+def test_nothing_is_made_by_what_a_file_only_claims(what: str, tmp_path: Path) -> None:
+    at, change, words = CLAIMS[what]
+    source = _write_large(tmp_path / "source", 8)
+    _replaced(source / FILES[at], change)
+    with pytest.raises(CheckpointLayoutError) as raised:
+        from_deepspeed(source, tmp_path / "ours")
+    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
 
 
 def test_a_table_that_is_larger_than_a_block_is_the_same_bit_for_bit(tmp_path: Path) -> None:

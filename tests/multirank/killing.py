@@ -90,6 +90,8 @@ def save(root: Path, scenario: str, by_thread: bool, model: Model, optimizer: An
 def every_moment(place: str, sample: int) -> list[Moment] | str:
     """Kills a save at each of its moments, of some scenarios at each `sample`-th; checks what is left each time.
 
+    The renames at the end are met in each, by a thread at every second moment.
+
     Runs in a process of one thread, which forks for every kill.
 
     Returns:
@@ -137,7 +139,7 @@ def _moments(place: Path, sample: int) -> list[Moment]:
                 break
             which = check(root, want, f"{scenario}, killed at event {at} ({event})")
             found.append((scenario, by_thread, at, f"{event} {which}"))
-            at += every if at < RENAMES else 1
+            at += every if at < RENAMES else 1 + by_thread
     return found
 
 

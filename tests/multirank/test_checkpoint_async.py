@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.batch import Attempt, assert_all_raise, attempt
 from tests.multirank.checkpoint_cases import Model, build, make_optimizer, train
 from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
 from vocab_parallel import VocabLayout, VocabShard
 from vocab_parallel.checkpoint import latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint, writing
 from vocab_parallel.checkpoint.saver import AsyncSaver
+from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.integrations import fsdp
 from vocab_parallel.integrations.fsdp.setup import reshard
 from vocab_parallel.shard import RankGroup
@@ -47,12 +50,14 @@ def save_both_ways(rank: int, folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 4])
-@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
-def test_a_save_beside_the_training_has_the_bytes_of_one_that_is_waited_for(
-    kind: str, tp: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("beside")
-    run_ranks(save_both_ways, tp, str(folder), kind)
+def test_a_save_beside_the_training_has_the_bytes_of_one_that_is_waited_for(tp: int, tmp_path: Path) -> None:
+    batch = Batch(save_both_ways, [(str(tmp_path / kind), kind) for kind in ("AdamW", "Adafactor")])
+    for kind in ("AdamW", "Adafactor"):
+        batch(tp, str(tmp_path / kind), kind)
+        same_bytes(tmp_path / kind)
+
+
+def same_bytes(folder: Path) -> None:
     waited, beside = (open_checkpoint(folder / name / "step-00000002") for name in ("waited", "beside"))
     assert waited.state == beside.state and len(waited.state["files"]) > 2
     assert {path.name for path in (folder / "steps").iterdir()} == {"step-00000004", "step-00000005"}
@@ -110,6 +115,11 @@ def save_job(rank: int, folder: str, kind: str, dp: int, tp: int) -> int:
         reshard(model)
     save_checkpoint(Path(folder) / "waited", model, optimizer, 3, group=group)
     ranks = group or RankGroup(dist.group.WORLD)
+    if kind == "replicas":  # torch's wrapper changes no name
+        data = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp")).get_group("dp")
+        model = DistributedDataParallel(model, process_group=data)  # type: ignore[assignment]
+        with pytest.raises(CheckpointLayoutError, match="share the vocabulary"):
+            save_checkpoint(folder, model, optimizer, 3, group=RankGroup(data))
     with AsyncSaver(ranks) as saver:
         saver.save(Path(folder) / "beside", model, optimizer, 3)
     return len(list(optimizer.state))
@@ -122,6 +132,24 @@ def load_job(rank: int, folder: str, kind: str, dp: int, tp: int) -> list[float]
     else:
         load_checkpoint(Path(folder) / "waited" / "step-00000003", model, optimizer, group=group)
     return train(model, optimizer, range(3, 6))
+
+
+def read_with_muon(rank: int, folder: str, bad: int) -> Attempt:
+    """A step of this optimizer waits for all ranks: it must not begin where one has nothing to read."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard = VocabShard(VocabLayout(13, 2, multiple_of=4), mesh.get_group("tp"))
+    model = Model(shard, True)
+    fsdp.apply(model, mesh, shard=shard)
+    reshard(model)
+    path = Path(folder) / "waited" / "step-00000003"
+    return attempt(
+        lambda: load_checkpoint(path if rank != bad else path / "gone", model, make_optimizer("Muon", model))
+    )
+
+
+def test_no_rank_makes_states_that_need_the_others_before_all_have_read(jobs: dict[tuple[Any, ...], Path]) -> None:
+    found = Batch(read_with_muon, [(str(jobs[JOBS[0]]), 1)])(4, str(jobs[JOBS[0]]), 1)
+    assert_all_raise("read with Muon", found, ["CheckpointLayoutError"], ["whole"])
 
 
 @pytest.fixture(scope="module")

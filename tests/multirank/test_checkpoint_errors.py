@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.batch import Attempt, assert_all_raise, attempt
 from tests.multirank.checkpoint_cases import build, digest, train
 from tests.multirank.shared_world import Batch
-from vocab_parallel.checkpoint import latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint, writing
+from tests.ranks import run_ranks
+from vocab_parallel.app.hosts import folder as hosts
+from vocab_parallel.app.job import Job
+from vocab_parallel.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+    saving,
+    store,
+    writing,
+)
 from vocab_parallel.checkpoint.saver import AsyncSaver
+from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest
 
@@ -47,6 +63,7 @@ REFUSED: dict[str, Refusal] = {
     "weights only": ("weights", {}, {}, ["weights only", "AdamW", "optimizer=None"]),
     "another optimizer": ("tied", {"kind": "SGD"}, {}, ["momentum_buffer: not saved", "[29, 6]"]),
     "more states than saved": ("tied", {"kind": "amsgrad"}, {}, ["max_exp_avg_sq: not saved"]),
+    "missing rows": ("rows", {}, {"verify": False}, ["do not hold all rows of model.embedding.weight"]),
     "an option that is not one": ("tied", {}, {"tie": "maybe"}, ["tie='maybe'", "untie"]),
 }  # fmt: skip
 
@@ -72,8 +89,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy("cut", "__0_0.distcp", lambda data: data[:-10])
     copy("format 1", "state.json", lambda data: json.dumps({**json.loads(data), "format": 1}).encode())
     copy("missing", "__0_0.distcp", None)
+    copy("rows", ".metadata", fewer_rows)
     copy("stateless", "state.json", None)
     return root
+
+
+def fewer_rows(data: bytes) -> bytes:
+    metadata = pickle.loads(data)
+    entry = metadata.state_dict_metadata["model.embedding.weight"]
+    entry.chunks = [ChunkStorageMetadata(entry.chunks[0].offsets, torch.Size([20, 6]))]
+    return pickle.dumps(metadata)
 
 
 def copied(root: Path, name: str, file: str, change: Callable[[bytes], bytes] | None) -> None:
@@ -153,19 +178,18 @@ WRITES = [(bad, where, by_thread) for by_thread in (False, True)
 
 
 @pytest.fixture(scope="module")
-def writes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, tuple[int, str, bool]], tuple[Path, list[Any]]]:
+def writes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, str, bool]], tuple[Path, list[Any]]]:
     root = tmp_path_factory.mktemp("writes")
-    cases = {(tp, case): (str(root / f"{tp}-{case}"), *case) for tp in (2, 3) for case in WRITES}
-    batches = {tp: Batch(fail_to_write, [cases[tp, case] for case in WRITES]) for tp in (2, 3)}
-    return lambda tp, case: (Path(cases[tp, case][0]), batches[tp](tp, *cases[tp, case]))
+    cases = {case: (str(root / str(case)), *case) for case in WRITES}
+    batch = Batch(fail_to_write, list(cases.values()))
+    return lambda case: (Path(cases[case][0]), batch(3, *cases[case]))
 
 
-@pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("case", WRITES, ids=lambda case: "-".join(map(str, case)))
 def test_one_ranks_failure_to_write_is_every_ranks_and_the_checkpoint_before_stays(
-    writes: Any, case: tuple[int, str, bool], tp: int
+    writes: Any, case: tuple[int, str, bool]
 ) -> None:
-    folder, found = writes(tp, case)
+    folder, found = writes(case)
     attempts = [how for how, _, _ in found]
     assert len({(how.kind, how.message) for how in attempts}) == 1 and attempts[0].kind is not None, attempts
     words = "is a str" if case[1] == "collect" else "No space left on device"
@@ -195,22 +219,61 @@ def fail_to_read(rank: int, root: str, bad: int) -> list[Any]:
         Path.open = real  # type: ignore[method-assign]
     unchanged = digest(model) == before and not optimizer.state
     disagree = attempt(lambda: save_checkpoint(Path(root) / "apart", model, optimizer, 4 + rank))
-    load_checkpoint(path, model, optimizer)
-    return [how, unchanged, disagree]
+    model.head.shard.deferred_errors = model.embedding.shard.deferred_errors = True
+    for _ in range(3):  # by then the ranks know the call, and would trust each other
+        load_checkpoint(path, model, optimizer)
+    with torch.no_grad():
+        model.trunk.weight.fill_(5.0)
+    with failing(store, "match", rank == bad):
+        late = attempt(lambda: load_checkpoint(path, model, optimizer))
+    unchanged = unchanged and bool((model.trunk.weight == 5.0).all())
+    with failing(saving, "plan_part", rank == bad):
+        plan = attempt(lambda: save_checkpoint(Path(root) / "apart", model, optimizer, 4))
+    halves = attempt(lambda: load_checkpoint(path, model, optimizer if rank else None))
+    alone = attempt(lambda: AsyncSaver().save(Path(root) / "apart", model, optimizer, 4))
+    return [how, unchanged, disagree, late, plan, halves, alone]
 
 
-READS = [(0,), (2,)]
+@contextlib.contextmanager
+def failing(module: Any, name: str, here: bool) -> Iterator[None]:
+    """On one rank a function that finds its file gone."""
+
+    def gone(*args: Any, **options: Any) -> Any:
+        raise OSError("gone")
+
+    real = getattr(module, name)
+    setattr(module, name, gone if here else real)
+    try:
+        yield
+    finally:
+        setattr(module, name, real)
 
 
-def test_one_ranks_failure_to_read_is_every_ranks_and_ranks_that_disagree_hear_of_it(place: Path) -> None:
-    batch = Batch(fail_to_read, [(str(place), *case) for case in READS])
-    for case in READS:
-        found = batch(3, str(place), *case)
-        assert len({how.message for how, _, _ in found}) == 1
-        assert "Input/output error" in found[0][0].message and f"rank {case[0]}" in found[0][0].message
-        assert all(unchanged for _, unchanged, _ in found)
-        assert {how.kind for _, _, how in found} == {"LayoutMismatchError"}
-        assert "step-00000004" in found[0][2].message and "step-00000006" in found[0][2].message
+@pytest.fixture(scope="module")
+def three(place: Path) -> Callable[..., list[Any]]:
+    """One world of three ranks for what follows."""
+    cases = [(fail_to_read, str(place), 0), (fail_to_read, str(place), 2),
+             (save_files_of_a_host, str(place / "host"), 1)]  # fmt: skip
+    batch = Batch(call, cases)
+    return lambda *case: batch(3, *case)
+
+
+def call(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(rank, *args)
+
+
+def test_one_ranks_failure_to_read_is_every_ranks_and_ranks_that_disagree_hear_of_it(three: Any, place: Path) -> None:
+    for bad in (0, 2):
+        found = three(fail_to_read, str(place), bad)
+        words = [["Input/output error", f"rank {bad}"], [], ["step-00000004", "step-00000006"],
+                 ["gone", f"rank {bad}"], ["could not be begun", "gone"], ["no optimizer", "AdamW"],
+                 ["this rank alone", "ranks [0, 1, 2]"]]  # fmt: skip
+        assert all(one[1] for one in found), "unchanged"
+        for at in (0, 2, 3, 4, 5, 6):
+            assert len({one[at].message for one in found}) == 1, [one[at] for one in found]
+            assert all(word in found[0][at].message for word in words[at]), found[0][at]
+        assert {one[2].kind for one in found} == {one[5].kind for one in found} == {"LayoutMismatchError"}
+    assert not list((place / "apart").glob("*")), "nothing is left"
 
 
 def retie(rank: int, root: str) -> dict[str, Any]:
@@ -242,8 +305,51 @@ def retie(rank: int, root: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("tp", [1, 4])
-def test_with_the_option_a_tie_is_undone_equal_tables_are_tied_and_dtypes_converted(place: Path, tp: int) -> None:
-    for seen in Batch(retie, [(str(place),)])(tp, str(place)):
+def test_with_the_option_a_tie_is_undone_equal_tables_are_tied_and_dtypes_converted(place: Path) -> None:
+    for seen in run_ranks(retie, 4, str(place)):
         assert seen == {"untied": True, "own moments": True, "trains": 3, "tied": True, "rows": True, "cast": True,
                         "cast moments": True}  # fmt: skip
+
+
+def save_files_of_a_host(rank: int, folder: str, bad: int) -> list[Any]:
+    """A host's own files: one rank cannot write, then all can, then one cannot read."""
+    job = Job(rank, 3, rank, torch.device("cpu"), dist.group.WORLD)
+    root, about = Path(folder), {"host": "x", "tp_size": 3}
+
+    def save(step: int, broken: bool = False) -> None:
+        def write(place: Path) -> None:
+            if broken and rank == bad:
+                raise OSError(28, "No space left on device")
+            (place / f"rank-{rank}").write_text(str(step))
+
+        hosts.save_whole(job, root, step, write, about=about, extra={"vocabulary_sha256": "a" * 64}, keep=2)
+
+    for step in (1, 2, 8, 9):
+        save(step)
+    full = attempt(lambda: save(3, broken=True))
+    dist.barrier()
+    left = sorted(os.listdir(folder))
+    dist.barrier()
+    save(3)
+    latest = hosts.latest_whole(root)
+    assert latest is not None
+    step = hosts.compare(job, latest, about, "a" * 64)
+    read = attempt(lambda: hosts.compare(job, latest if rank != bad else root / "gone", about, "a" * 64))
+    other = attempt(lambda: hosts.compare(job, latest, {"host": "x", "tp_size": 2}, "b" * 64))
+    return [full, read, other, step, left, sorted(os.listdir(folder))]
+
+
+def test_a_hosts_own_files_are_whole_or_absent_and_one_ranks_error_is_every_ranks(three: Any, place: Path) -> None:
+    root = place / "host"
+    found = three(save_files_of_a_host, str(root), 1)
+    words = [["No space left", "by rank 1"], ["rank 1"], ["tp_size 3, here 2", "aaaaaaaa", "bbbbbbbb", "parallel.tp"]]
+    for at, expected in enumerate(words):
+        assert len({(one[at].kind, one[at].message) for one in found}) == 1 and found[0][at].kind, found
+        assert all(word in found[0][at].message for word in expected), found[0][at]
+    assert found[0][3:] == [9, ["step-00000008", "step-00000009"], ["step-00000003", "step-00000009"]]
+    (root / "step-00000009").rename(root / ".step-00000009.old")  # a crash between two renames
+    assert hosts.latest_whole(root) == root / ".step-00000009.old"
+    (root / ".step-00000009.old" / "host.json").write_text("[]")
+    job = Job(0, 1, 0, torch.device("cpu"), None)
+    with pytest.raises(CheckpointLayoutError, match="is damaged"):
+        hosts.compare(job, root / ".step-00000009.old", {}, "")

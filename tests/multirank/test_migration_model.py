@@ -22,6 +22,7 @@ from vocab_parallel import (
     verify_tied,
     vocab_parameters,
 )
+from vocab_parallel.errors import VocabularyError
 from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration import migrate_model_
 from vocab_parallel.vocabulary.migration.conformance import fixed_hidden
@@ -439,3 +440,55 @@ def test_a_refused_migration_changes_nothing_on_any_rank(what: str, tp: int):
 def test_the_parameters_of_the_model_are_those_over_the_vocabulary():
     model = Model(shard_of(9, 1), False, 9)
     assert set(vocab_parameters(model)) == {"embedding.weight", "head.weight", "head.bias"}
+
+
+class Config:
+    """A configuration as Transformers has them, one of whose fields may refuse to be set."""
+
+    refuses = -1
+
+    def __init__(self, vocab_size: int, refuses: int = -1) -> None:
+        self.vocab_size, self.suppress_tokens, self.bad_words_ids = vocab_size, [7, 3], [[3, 3], [8, 7]]
+        self.refuses = refuses
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "vocab_size" and value == self.refuses:
+            raise ValueError("not this one")
+        super().__setattr__(name, value)
+
+
+def _normed(model: Model, optimizer: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.embedding)
+
+
+UNFIT = {
+    "a setting that refuses": (lambda model, _: setattr(model, "config", Config(9, SMALL.new_size)), r"not this one"),
+    "a computed weight": (_normed, "no Parameter called weight"),
+    "a state in a list": (
+        lambda model, optimizer: optimizer.state[model.head.bias].update(old=[1.0] * 9), "bias is a list"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_would_be_left_half_changed_is_refused_before_anything_is(what: str):
+    spoil, words = UNFIT[what]
+    model = Model(shard_of(9, 1), False, 9)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, [optimizer], model.embedding.shard, 9, 0)
+    spoil(model, optimizer)
+    before = tensors(model, [optimizer])
+    with pytest.raises(VocabularyError, match=words):
+        migrate_model_(model, optimizer, SMALL)
+    after = tensors(model, [optimizer])
+    assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
+    assert model.embedding.shard.vocab_size == 9 and getattr(model, "config", Config(9)).vocab_size == 9
+
+
+def test_lists_of_ids_in_a_configuration_move_with_their_tokens():
+    model = Model(shard_of(9, 1), False, 9)
+    model.config = Config(9)
+    model.register_buffer("final_logits_bias", torch.zeros(1, 9))
+    report = migrate_model_(model, None, VocabMap.permutation(list(range(8, -1, -1))))
+    assert report.alike == ("final_logits_bias",) and "final_logits_bias" in str(report.lines())
+    assert (model.config.suppress_tokens, model.config.bad_words_ids) == ([1, 5], [[5, 5], [0, 1]])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
+import resource
 
 import pytest
 import torch
@@ -74,7 +73,7 @@ def test_other_formats_are_told_by_what_they_hold(tmp_path):
     held = {
         "megatron": [["metadata.json", ".metadata"], ["latest_checkpointed_iteration.txt"]],
         "deepspeed": [["latest"], ["mp_rank_00_model_states.pt"], ["zero_pp_rank_0_mp_rank_00_model_states.pt"]],
-        "hf": [["config.json"], ["model.safetensors.index.json", "metadata.json"]],
+        "hf": [["config.json"], ["model.safetensors.index.json", "metadata.json"], ["model.safetensors", "latest"]],
     }
     for kind, folders in held.items():
         for at, names in enumerate(folders):
@@ -83,6 +82,10 @@ def test_other_formats_are_told_by_what_they_hold(tmp_path):
             for name in names:
                 (folder / name).write_text("")
             assert tell(folder) == (kind, folder), names
+    for step in (9, 10):  # a run with host=deepspeed
+        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "latest").write_text("state")
+    assert tell(tmp_path / "run") == ("deepspeed", tmp_path / "run" / "checkpoints" / "step-00000010")
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match=r"no format that is known here.*it holds notes\.txt"):
@@ -98,7 +101,7 @@ def test_megatron_and_deepspeed_are_handed_on_with_their_options(convert, tmp_pa
     def reading(name):
         def call(source, target, **options):
             calls.append((name, source, options))
-            return from_hugging_face(hf, target).path
+            return from_hugging_face(hf, target, tables=[EMBEDDING, HEAD]).path
 
         return call
 
@@ -108,11 +111,9 @@ def test_megatron_and_deepspeed_are_handed_on_with_their_options(convert, tmp_pa
         (target / "file").write_bytes(b"12345")
         return target
 
-    megatron, deepspeed = types.ModuleType("megatron"), types.ModuleType("deepspeed")
-    megatron.from_megatron, megatron.to_megatron = reading("megatron"), writing
-    deepspeed.from_deepspeed = reading("deepspeed")
-    monkeypatch.setitem(sys.modules, "vocab_parallel.checkpoint.exchange.megatron", megatron)
-    monkeypatch.setitem(sys.modules, "vocab_parallel.integrations.deepspeed.exchange", deepspeed)
+    monkeypatch.setattr("vocab_parallel.app.convert.from_megatron", reading("megatron"))
+    monkeypatch.setattr("vocab_parallel.app.convert.to_megatron", writing)
+    monkeypatch.setattr("vocab_parallel.app.convert.from_deepspeed", reading("deepspeed"))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("1")
     (tmp_path / "d").mkdir()
@@ -122,20 +123,18 @@ def test_megatron_and_deepspeed_are_handed_on_with_their_options(convert, tmp_pa
     status, printed = convert(tmp_path / "a", tmp_path / "c", "--to", "megatron", "--padded-size", 12)
     assert status == 0 and "0.0 MB" in printed
     assert convert(tmp_path / "d", tmp_path / "e", "--to", "hf")[0] == 0
-    assert calls == [
-        ("megatron", tmp_path / "m", {"tp_size": 2, "vocab_size": 9, "rename": {"x": "y"}, "multiple_of": 128}),
+    assert convert(tmp_path / "m", tmp_path / "f", "--weights-only")[0] == 0
+    assert convert(tmp_path / "m", tmp_path / "g", "--to", "hf")[0] == 0
+    options = {"multiple_of": 128, "optimizer": True}
+    weights = {"tp_size": 1, "vocab_size": None, "rename": None, "multiple_of": 128, "optimizer": False}
+    assert calls[-2:] == [("megatron", tmp_path / "m", weights)] * 2
+    assert calls[:-2] == [
+        ("megatron", tmp_path / "m", {"tp_size": 2, "vocab_size": 9, "rename": {"x": "y"}} | options),
         ("deepspeed", tmp_path / "d", {"tp_size": 4, "vocab_size": None, "multiple_of": 128}),
         ("to megatron", 0, {"padded_size": 12, "rename": None}),
         ("deepspeed", tmp_path / "d", {"tp_size": 1, "vocab_size": None, "multiple_of": 128}),
     ]
     assert set(load_file(tmp_path / "e" / "model.safetensors")) == set(model_tensors())
-
-
-def test_a_missing_host_is_named_with_the_command_that_installs_it(convert, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vocab_parallel.integrations.deepspeed.exchange", None)
-    (tmp_path / "latest").write_text("tag")
-    status, printed = convert(tmp_path, tmp_path / "x")
-    assert status == 2 and 'pip install "vocab-parallel[deepspeed]"' in printed
 
 
 def test_what_has_no_meaning_or_does_not_fit_is_refused_with_status_2(convert, tmp_path):
@@ -151,6 +150,9 @@ def test_what_has_no_meaning_or_does_not_fit_is_refused_with_status_2(convert, t
         ((hf, new, "--rename", "a=b"), "--rename has no meaning"),
         ((ours, new, "--tables", "a"), "--tables has no meaning"),
         ((ours, new, "--to", "megatron", "--rename", "a"), "--rename a: expected NAME=NAME"),
+        ((ours, new, "--to", "megatron", "--rename", "a=b", "--rename", "a=c"), "--rename a=c: expected NAME=NAME"),
+        ((hf, hf, "--overwrite"), "nothing is replaced"),
+        ((hf, tmp_path / "taken", "--overwrite"), "no folder"),
         ((hf, new, "--tp", 0), "--tp 0: expected at least 1"),
         ((ours, new, "--max-shard", "big"), "--max-shard big"),
         ((ours, new, "--max-shard", "0GB"), "--max-shard 0GB"),
@@ -171,7 +173,7 @@ def test_what_has_no_meaning_or_does_not_fit_is_refused_with_status_2(convert, t
 def test_overwrite_replaces_a_target_and_a_refusal_leaves_it(convert, tmp_path):
     hf = write_folder(tmp_path / "hf", model_tensors(), UNTIED)
     ours = tmp_path / "ours"
-    assert convert(hf, ours)[0] == 0
+    assert convert(hf, ours, "--tables", f"{EMBEDDING}, {HEAD}")[0] == 0
     (ours / "mine").write_text("")
     assert convert(hf, ours, "--overwrite", "--vocab-size", 10)[0] == 2 and (ours / "mine").exists()
     assert convert(hf, ours, "--overwrite", "--vocab-size", 8)[0] == 0 and not (ours / "mine").exists()
@@ -179,13 +181,16 @@ def test_overwrite_replaces_a_target_and_a_refusal_leaves_it(convert, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
 
 
-def test_a_full_disk_is_a_refusal_that_leaves_nothing(convert, tmp_path, monkeypatch):
-    hf = write_folder(tmp_path / "hf", model_tensors(), UNTIED)
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("vocab_parallel.checkpoint.writing.commit", full)
-    status, printed = convert(hf, tmp_path / "ours")
-    assert status == 2 and "No space left" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+@pytest.mark.parametrize("to", ["ours", "hf", "megatron"])
+def test_a_full_disk_is_a_refusal_that_leaves_nothing(to, convert, tmp_path):
+    tensors = {"embedding.word_embeddings.weight": torch.randn(V, 4_000), "output_layer.weight": torch.randn(V, 4_000)}
+    hf = write_folder(tmp_path / "hf", tensors, UNTIED)
+    source = hf if to == "ours" else from_hugging_face(hf, tmp_path / "ours").path
+    before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # Python ignores the signal
+    try:
+        status, printed = convert(source, tmp_path / "new", "--to", to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2 and "ConfigError" in printed and "File too large" in printed
+    assert sorted(tmp_path.iterdir()) == before

@@ -13,11 +13,20 @@ import torch
 
 from vocab_parallel import VocabLayout, app
 from vocab_parallel.checkpoint.manifest_check import disagreements
+from vocab_parallel.checkpoint.migration.migrating import migrate_checkpoint
 from vocab_parallel.checkpoint.writing import make_state, write_checkpoint
 from vocab_parallel.decode.policy import Policy
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary.identity import VocabIdentity
-from vocab_parallel.vocabulary.manifest import LossContract, Manifest, RandomnessContract, TensorSpec
+from vocab_parallel.vocabulary.manifest import (
+    LossContract,
+    Manifest,
+    RandomnessContract,
+    TensorSpec,
+    VocabularyContract,
+)
+from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.migration.initialization import Zeros
 
 ROOT = Path(__file__).parents[2]
 V, D = 9, 4
@@ -68,6 +77,7 @@ def test_show_prints_every_group_of_a_checkpoint_a_run_and_a_file(
         assert words in shown, f"{words}\n{shown}"
     status, text, _ = run(capsys, "show", place, "--json")
     assert json.loads(text) == manifest().to_json()
+    assert run(capsys, "show", tmp_path / "checkpoints")[1] == shown
     shutil.rmtree(place)
     assert "run  true" in run(capsys, "show", tmp_path)[1]  # without a checkpoint the run's own
 
@@ -82,6 +92,11 @@ def test_show_lists_few_tensors_unless_all_are_wanted(tmp_path: Path, capsys: py
     shown, everything = run(capsys, "show", file)[1], run(capsys, "show", file, "--all")[1]
     assert "8 more: --all" in shown and "model.layer.19" not in shown and "model.layer.19" in everything
     assert "Philox4x32-10" in shown and "smoothing_over" in shown
+    none = dataclasses.replace(many, checkpoint=dataclasses.replace(made.checkpoint, tensors={}))
+    other = none.write(tmp_path / "other.json")
+    status, shown, _ = run(capsys, "compare", file, other)
+    assert (status, shown.count("model.layer")) == (1, 12) and "and 8 more of checkpoint.tensors: --all" in shown
+    assert run(capsys, "compare", file, other, "--all")[1].count("model.layer") == 20
 
 
 def test_compare_groups_differences_and_its_status_depends_on_what_must_match(
@@ -115,7 +130,7 @@ def test_bad_input_ends_with_status_2_and_says_what_was_expected(
     for words, message in (
         (["show", tmp_path / "none"], "none is not there: expected a manifest.json"),
         (["show", tmp_path / "empty"], "holds no manifest.json"),
-        (["compare", good, tmp_path / "broken.json"], "is not a manifest (version 1"),
+        (["compare", good, tmp_path / "broken.json"], "expected a manifest (version 1"),
         (["verify", good], "lies beside no checkpoint"),
     ):
         status, shown, error = run(capsys, *words)
@@ -223,6 +238,19 @@ def test_verify_tells_a_manifest_that_is_gone_from_one_that_never_was(tmp_path: 
     (place / "state.json").write_text(json.dumps(state))
     with pytest.raises(CheckpointLayoutError, match=r"cannot read .*manifest\.json"):  # it was saved without one
         disagreements(place)
+
+
+def test_what_the_manifest_has_not_recorded_is_no_disagreement_with_a_table_beside_it(tmp_path: Path) -> None:
+    bare = VocabularyContract(V)
+    place = checkpoint(tmp_path / "step-00000003", manifest(vocabulary=bare))
+    assert disagreements(place) == []
+
+
+def test_rows_that_a_map_has_moved_are_no_longer_those_of_the_old_table(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path / "step-00000003")
+    moved = migrate_checkpoint(place, tmp_path / "moved", VocabMap.permutation([1, 0, *range(2, V)]), init=Zeros())
+    found = Manifest.read(moved.target)
+    assert found.vocabulary == VocabularyContract(V) and disagreements(moved.target) == []
 
 
 SETTINGS = ["data.vocab=bytes", "data.max_bytes=60000", "model.dim=16", "model.layers=1", "model.context=16",

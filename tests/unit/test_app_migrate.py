@@ -182,6 +182,25 @@ def test_a_hugging_face_directory_stays_one(tmp_path: Path, tied: bool, capsys: 
     assert json.loads((tmp_path / "new" / "migration.json").read_text())["conformance"]["passed"]
 
 
+def test_a_hugging_face_directory_is_refused_by_its_own_name_and_the_same_in_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hugging_face(source := tmp_path / "old", tied=True)
+    other = write_merged_bytes(tmp_path / "other", shuffled=True)
+    VocabMap.append(7, 2).write(tmp_path / "map.json")
+    before, new = sorted(tmp_path.rglob("*")), tmp_path / "new"
+    for words, found in {
+        ("--new-vocab", source): "nothing to migrate",
+        ("--new-vocab", source, "--old-vocab", other): f"{source} has the vocabulary",
+        ("--map", tmp_path / "map.json"): f"from 7 old ids, {source} has 323 rows",
+        ("--append", "2", "--init", "copy:1=0"): "no row is named for the new ids",
+        ("--new-vocab", "bytes"): "64 of 323 old tokens are not in the new vocabulary of 259 ids",
+    }.items():
+        texts = {refused(capsys, source, new, *words, *dry) for dry in ([], ["--dry-run"])}
+        assert len(texts) == 1 and found in (text := texts.pop()) and ".partial" not in text and "reshard" not in text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     assert command(*words) == 2
     return capsys.readouterr().err
@@ -205,10 +224,8 @@ def test_refusals_say_what_there_is_and_what_to_do(tmp_path: Path, capsys: pytes
     assert "none of: zeros" in refused(capsys, source, new, "--append", "3", "--init", "luck")
     assert "nothing to migrate" in refused(capsys, source, new, "--new-vocab", "bytes")
     assert f"{merged} exists" in refused(capsys, source, merged, "--append", "3")
-    text = refused(capsys, source, new, "--old-vocab", merged, "--new-vocab", "bytes")
-    assert "--allow-drop" in text and "64 of 323 old tokens" in text
     text = refused(capsys, source, new, "--old-vocab", merged, "--new-vocab", "bytes", "--allow-drop")
-    assert "323 old ids" in text and "259 rows" in text and "python -m vocab_parallel migrate" in text
+    assert "323 old ids" in text and "259 rows" in text and f"{source} <longer> --append 64" in text
     assert sorted(tmp_path.rglob("*")) == before
 
 

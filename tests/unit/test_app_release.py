@@ -57,6 +57,19 @@ def test_promote_prints_the_bundle_and_takes_the_latest_checkpoint_of_a_run(run,
     assert "promoted again: the same content" in capsys.readouterr().out
 
 
+def test_the_tokenizer_of_a_run_goes_into_the_bundle_and_is_asked_for_where_it_is_gone(run, capsys):
+    config = run / "run" / "config.yaml"
+    config.write_text(f"data:\n  vocab: {run / 'tokenizer.json'}\n")
+    promoted(run)
+    assert "tokenizer   tokenizer.json" in capsys.readouterr().out.splitlines()
+    config.write_text("data:\n  vocab: bytes\n")
+    promoted(run)
+    assert "tokenizer   none" in capsys.readouterr().out.splitlines()
+    config.write_text("data:\n  vocab: gone/tokenizer.json\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml: data.vocab: .*gone/tokenizer\.json.*--tokenizer PATH"):
+        promoted(run)
+
+
 def test_rollback_verify_and_list_tell_what_is_in_use(run, capsys):
     first = promoted(run, "--policy", run / "policy.json")
     assert command("promote", run / "releases", run / "run") == 0

@@ -44,6 +44,58 @@ def test_old_ones_go_and_a_step_saved_twice_keeps_the_later(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000010"]
     path = save_checkpoint(tmp_path, model, optimizer, 10, {"round": 2})
     assert read_state(path)["extra"] == {"round": 2} and len(list(tmp_path.iterdir())) == 2
+    path = save_checkpoint(tmp_path, model, optimizer, 5, keep=2)  # a run that went back: what it saves is there
+    assert sorted(one.name for one in tmp_path.iterdir()) == [path.name, "step-00000010"]
+
+
+def test_a_checkpoint_from_before_the_first_step_begins_the_same_optimizer_anew(tmp_path: Path) -> None:
+    model, optimizer = build(True)
+    path = save_checkpoint(tmp_path, model, optimizer, 0)
+    want = train(model, optimizer, range(3))
+    assert load_checkpoint(path, model, optimizer)[0] == 0 and not optimizer.state
+    assert train(model, optimizer, range(3)) == want
+    with pytest.raises(CheckpointLayoutError, match="no state for this SGD"):
+        load_checkpoint(path, model, make_optimizer("SGD", model))
+
+
+class Stubborn(torch.optim.AdamW):
+    """Counts its steps in its groups, and fails in the third."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
+        super().step(closure)
+        if self.param_groups[0]["step"] == 3:
+            raise RuntimeError("out of something")
+
+
+def test_an_optimizer_is_as_before_if_a_load_is_refused(tmp_path: Path) -> None:
+    model, optimizer = build(True)
+    train(model, optimizer, range(1))
+    path = save_checkpoint(tmp_path, model, optimizer, 1)
+    stubborn = Stubborn(model.parameters())
+    stubborn.param_groups[0]["step"] = 2
+    with pytest.raises(VocabParallelError, match="out of something"):
+        load_checkpoint(path, model, stubborn)
+    assert not stubborn.state and stubborn.param_groups[0]["step"] == 2
+    other, _ = build(False)
+    for without_state in (torch.optim.SGD(other.parameters(), lr=0.1), Stubborn(other.parameters())):
+        with pytest.raises(CheckpointLayoutError, match=r"saved tied"):
+            load_checkpoint(path, other, without_state)
+        assert not without_state.state and "step" not in without_state.param_groups[0]
+
+
+def test_a_number_of_steps_or_checkpoints_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    model, optimizer = build(True)
+    bad: list[Any] = [-1, True, 1.0, torch.tensor(3), 2**70, "4", None]
+    for step in bad:
+        with pytest.raises(CheckpointLayoutError, match=r"step=.*expected an int, at least 0"):
+            save_checkpoint(tmp_path, model, optimizer, step)
+    for keep in (0, -1):
+        with pytest.raises(CheckpointLayoutError, match=r"keep=.*at least 1"):
+            save_checkpoint(tmp_path, model, optimizer, 1, keep=keep)
+        with pytest.raises(CheckpointLayoutError, match="keep="):
+            AsyncSaver(keep=keep)
+    assert not list(tmp_path.iterdir())
 
 
 def test_manifest_and_vocabulary_stand_beside_the_tensors(tmp_path: Path) -> None:
@@ -102,7 +154,7 @@ def test_a_state_of_a_number_and_one_of_a_tensor_fill_each_other(tmp_path: Path)
 
 
 def test_what_has_no_vocabulary_or_no_memory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointLayoutError, match="no vocabulary-sharded parameter"):
+    with pytest.raises(CheckpointLayoutError, match="no vocabulary-sharded embedding"):
         save_checkpoint(tmp_path, nn.Linear(2, 2), None, 1)
     model = Model(VocabShard(VocabLayout(29, 1, multiple_of=1)), True, device="meta")
     with pytest.raises(CheckpointLayoutError, match="meta device"):
@@ -119,7 +171,7 @@ def test_what_has_no_vocabulary_or_no_memory_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_an_error_in_words_now_or_at_the_next_wait(tmp_path: Path) -> None:
     model, optimizer = build(True)
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(VocabParallelError, match="could not be begun: NotADirectoryError"):
+    with pytest.raises(VocabParallelError, match="could not be begun by rank 0 of the group: NotADirectoryError"):
         save_checkpoint(tmp_path / "file", model, optimizer, 1)
     saver = AsyncSaver()
     saver.save(tmp_path / "file", model, optimizer, 1)
@@ -139,7 +191,22 @@ def test_values_that_json_does_not_hold_are_refused_before_anything_is_written(t
     for value in bad:
         with pytest.raises(VocabParallelError, match="could not be collected"):
             save_checkpoint(tmp_path, model, optimizer, 1, {"value": value})
+    optimizer.state[model.trunk.weight]["scale"] = float("inf")
+    with pytest.raises(CheckpointLayoutError, match=r"optimizer\.trunk\.weight\.scale is a float \(inf\)"):
+        save_checkpoint(tmp_path, model, optimizer, 1)
+    optimizer.state = {"all": {"a": 1}}  # type: ignore[assignment]
+    with pytest.raises(CheckpointLayoutError, match="a state of 'all' that the model does not have"):
+        save_checkpoint(tmp_path, model, optimizer, 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_values_that_change_while_a_save_goes_on_are_saved_as_they_were(tmp_path: Path) -> None:
+    model, optimizer = build(True)
+    extra = {"losses": [1.0]}
+    with AsyncSaver() as saver:
+        path = saver.save(tmp_path, model, optimizer, 1, extra)
+        extra["losses"].append(2.0)
+    assert read_state(path)["extra"] == {"losses": [1.0]}
 
 
 def test_master_weights_that_the_optimizer_here_does_not_keep_are_left(tmp_path: Path) -> None:

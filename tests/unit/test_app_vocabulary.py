@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from vocab_parallel.app.config import DataConfig
+from vocab_parallel.app.data import _key
 from vocab_parallel.app.vocabulary import ByteVocabulary, TokenizerFile, open_vocabulary, tekken_path
 from vocab_parallel.app.writing import Text
 from vocab_parallel.errors import ConfigError
@@ -41,16 +44,12 @@ def configure(folder: Path, **roles: object) -> None:
 
 @pytest.mark.parametrize("name", ["tekken", "bytes"])
 def test_the_hash_is_of_the_ordered_table(name: str) -> None:
-    vocabulary = open_vocabulary(name)
+    vocabulary = open_vocabulary(str(tekken_path()) if name == "tekken" else name)  # a file of one's own
     identity = read_vocabulary(tekken_path()) if name == "tekken" else byte_identity()
     assert vocabulary.sha256 == vocabulary.identity.sha256 == identity.sha256
     assert (vocabulary.identity.size, vocabulary.identity.special_ids["bos"]) == (vocabulary.size, vocabulary.bos)
     [ids] = vocabulary.encode_batch(["déjà vu"])
     assert b"".join(vocabulary.identity.tokens[token_id] for token_id in ids) == "déjà vu".encode()
-
-
-def test_a_tekken_file_of_ones_own_is_the_same_vocabulary() -> None:
-    assert open_vocabulary(str(tekken_path())).sha256 == open_vocabulary("tekken").sha256
 
 
 def test_a_folder_of_a_tokenizer_reads_back_what_it_wrote(trained: Path) -> None:
@@ -77,6 +76,14 @@ def test_a_file_has_the_roles_of_its_folder_and_one_role_serves_for_both(trained
         configure(trained, bos_token="<s>")
         only_bos = open_vocabulary(str(path))
         assert (only_bos.bos, only_bos.eos) == (0, 0) and only_bos.sha256 == only_eos.sha256
+        # Ids that were made with one of these are not taken for those of another (`data.cache`).
+        parsed = json.loads(path.read_text())
+        parsed["model"]["merges"] = parsed["model"]["merges"][::-1]
+        (trained / "other.json").write_text(json.dumps(parsed))
+        other = open_vocabulary(str(trained / "other.json"))
+        assert other.sha256 == only_bos.sha256 and other.encoding_sha256 != only_bos.encoding_sha256
+        keys = {_key(DataConfig(), one, []) for one in (only_eos, only_bos, other, open_vocabulary(str(path)))}
+        assert len(keys) == 3
         configure(trained)
         with pytest.raises(
             ConfigError, match=r"neither a bos nor an eos token.*name one in .*tokenizer_config.json, su"
@@ -106,7 +113,7 @@ def test_what_is_no_vocabulary_is_a_configuration_error(
         ConfigError, match=r"data.vocab: expected tekken, bytes, or the path .*'teken' is none of these"
     ):
         open_vocabulary("teken")
-    with pytest.raises(ConfigError, match=r"data.vocab: .* holds no vocabulary.json, tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"data.vocab: .* holds no tokenizer.json, tekken.json, "):
         open_vocabulary(str(tmp_path))
     broken = tmp_path / "tokenizer.json"
     broken.write_text('{"model": {"vocab": {"a": 0, "b": 0}}}')
@@ -116,6 +123,20 @@ def test_what_is_no_vocabulary_is_a_configuration_error(
     configure(tmp_path, eos_token="a")
     with pytest.raises(ConfigError, match=r"data.vocab: the tokenizers package refuses .*tokenizer.json"):
         open_vocabulary(str(tmp_path))
+    config = {"default_vocab_size": 257, "default_num_special_tokens": 1}
+    ranks = [{"rank": rank, "token_bytes": base64.b64encode(bytes([rank])).decode()} for rank in range(256)]
+    for pattern, words in ((None, None), ("(", "tiktoken refuses it"), (7, "tiktoken refuses it")):
+        table = {"config": config | ({} if pattern is None else {"pattern": pattern}), "vocab": ranks}
+        broken.write_text(json.dumps(table))
+        if words is None:
+            assert open_vocabulary(str(broken)).encode_batch(["ab"]) == [[98, 99]]
+        else:
+            with pytest.raises(ConfigError, match=f"data.vocab: .*tokenizer.json: {words}"):
+                open_vocabulary(str(broken))
+    broken.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": {
+        "type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"data.vocab: the tokenizer cannot encode the text: .*UNK"):
+        open_vocabulary(str(tmp_path)).encode_batch(["b"])
     ByteVocabulary().identity.write(tmp_path / "table.json")
     with pytest.raises(ConfigError, match=r"table.json is a table; training reads a tokenizer.json or a Tekken file"):
         open_vocabulary(str(tmp_path / "table.json"))

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import tracemalloc
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from vocab_parallel import app
 from vocab_parallel.checkpoint import latest_checkpoint, open_checkpoint, read_state, rows
 from vocab_parallel.checkpoint.folders import checkpoints, prune
+from vocab_parallel.checkpoint.placing import open_aside
 from vocab_parallel.checkpoint.resharding import reshard_checkpoint
 from vocab_parallel.checkpoint.rows import Rows
-from vocab_parallel.checkpoint.states import is_row_state
-from vocab_parallel.checkpoint.writing import commit, make_state, open_aside, write_checkpoint
+from vocab_parallel.checkpoint.writing import commit, make_state, write_checkpoint
 from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.vocabulary.row_states import is_row_state
 
 V, D = 3000, 8
 LAYOUT = {"vocab_size": V, "padded_size": 3072, "tp_size": 2}
@@ -110,6 +113,15 @@ def global_named(module: str, name: str) -> bytes:
     return b"\x80\x04" + text[0] + text[1] + b"\x93\x8c" + bytes([len(command)]) + command + b"\x85R."
 
 
+def with_attribute(kind: type, name: str, value: type) -> bytes:
+    """A pickle that sets an attribute of a class that it may name."""
+
+    def named(one: type) -> bytes:
+        return b"c" + f"{one.__module__}\n{one.__qualname__}\n".encode()
+
+    return b"\x80\x02" + named(kind) + b"N}U" + bytes([len(name)]) + name.encode() + named(value) + b"s\x86b."
+
+
 def changed(change: Callable[[Any], None]) -> Callable[[bytes], bytes]:
     """The metadata with something in it changed, as pickle."""
 
@@ -156,6 +168,8 @@ METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda data: global_named("torch.distributed.checkpoint.filesystem", "os.system"), "os.system"),
     "a module that torch imports": (lambda data: global_named("torch.utils.model_zoo", "os.system"), "os.system"),
     "a builtin": (lambda data: global_named("builtins", "eval"), "eval"),
+    "a change of a class": (lambda data: with_attribute(MetadataIndex, "__hash__", OrderedDict), "changes the classes"),
+    "a new attribute": (lambda data: with_attribute(ChunkStorageMetadata, "fqn", OrderedDict), "changes the classes"),
     "no pickle": (lambda data: b"nothing", "damaged"),
     "a file outside": (changed(place_at("../../outside")), "outside"),
     "an absolute file": (changed(place_at("/etc/passwd")), "/etc/passwd"),
@@ -181,6 +195,7 @@ def test_metadata_that_lies_or_would_run_code_is_refused_and_nothing_runs(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert words in str(caught.value) and not (tmp_path / "ran").exists()
+    assert hash(MetadataIndex("a")) == hash(MetadataIndex("a")) and not hasattr(ChunkStorageMetadata, "fqn")
     assert peak < 50e6
 
 
@@ -199,6 +214,13 @@ STATES: dict[str, tuple[Any, str]] = {
     "a list": (b"[]", "format None"),
     "another format": ({"format": 1}, "format 1"),
     "no step": ({"step": None}, "step is"),
+    "a step that is a truth value": ({"step": True}, "step holds"),
+    "an endless step": ({"step": 10**300}, "step holds"),
+    "a layout of nothing": ({"layout": {}}, "layout holds"),
+    "a layout that does not add up": ({"layout": {**LAYOUT, "padded_size": V - 1}}, "layout holds"),
+    "a scalar that is no number": ({"scalars": {"a": float("nan")}}, "scalars holds"),
+    "no files": ({"files": {}}, "files holds"),
+    "tensors without a hash": ({"files": {".metadata": {"bytes": 3, "sha256": ""}}}, "__0_0.distcp has no hash"),
     "a layout of words": ({"layout": {"vocab_size": "9"}}, "layout holds"),
     "no ranks": ({"layout": {**LAYOUT, "tp_size": 0}}, "layout holds"),
     "a tie to a number": ({"ties": {"a": 3}}, "ties holds"),
@@ -216,6 +238,46 @@ def test_a_state_that_cannot_be_is_refused_in_words(what: str, tmp_path: Path) -
     file.write_bytes(content)
     with pytest.raises(CheckpointLayoutError, match=words):
         open_checkpoint(file.parent)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.int8, torch.bool,
+     torch.uint16, torch.complex64],
+)  # fmt: skip
+def test_a_table_of_any_dtype_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    raw = torch.randint(2, (300, 8 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    tensors = {"model.e": raw, "model.scale": raw[0, 0].clone(), "model.none": raw[:0]}
+    state = make_state(1, tensors, layout={"vocab_size": 300, "padded_size": 300, "tp_size": 1}, tables=["e"])
+    parts = [{**tensors, "model.e": Rows.of(raw[:200], 0, 300)}, {"model.e": Rows.of(raw[200:], 200, 300)}]
+    stored = open_checkpoint(write_checkpoint(tmp_path / "step-00000001", parts, state=state))
+    for key, value in tensors.items():
+        found = stored.read(key)
+        assert found.dtype == dtype and found.shape == value.shape
+        assert torch.equal(found.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), key
+
+
+def test_damage_that_is_met_in_reading_is_told_in_one_kind_of_error(tmp_path: Path) -> None:
+    file = write(tmp_path) / "__0_0.distcp"
+    data, kinds = file.read_bytes(), set()
+    for at in range(0, len(data), 1499):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
+        try:
+            open_checkpoint(file.parent).read("model.t")
+            open_checkpoint(file.parent).read("model.e", 0, 1700)
+        except Exception as error:
+            kinds.add(type(error))
+    assert kinds == {CheckpointLayoutError}
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000003" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointLayoutError, match=r"is no checkpoint.*mv"):
+        write(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    (tmp_path / "step-00000003" / "thesis.tex").unlink()
+    write(tmp_path, 3)  # an empty one may be
 
 
 def test_names_of_files_never_leave_the_folder(tmp_path: Path) -> None:
@@ -250,8 +312,12 @@ def test_the_newest_whole_checkpoint_is_found_whatever_a_crash_has_left(tmp_path
     write(tmp_path, 100_000_000, extra={"again": True})
     assert read_state(tmp_path / "step-100000000")["extra"] == {"again": True}
     assert not (tmp_path / ".step-100000000.old").exists()
-    prune(tmp_path, 2)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000010", "step-100000000", "step-00000011"}
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-000000000020")  # no name of ours
+    prune(tmp_path, 2, tmp_path / "step-100000000")
+    left = {"step-00000010", "step-100000000", "step-00000011", "step-000000000020"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    with pytest.raises(CheckpointLayoutError, match=r"Did you mean .*step-100000000\?"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning_if_asked(tmp_path: Path) -> None:
@@ -295,10 +361,10 @@ def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_whole(
             path.unlink()
 
     monkeypatch.setattr(shutil, "rmtree", cut_short)
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, tmp_path / "step-00000003")
     assert checkpoints(tmp_path) == [tmp_path / "step-00000003"]
     monkeypatch.undo()
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, tmp_path / "step-00000003")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -211,6 +212,102 @@ def test_a_model_without_a_head_has_one_table_and_no_tie(tmp_path):
     done = from_hugging_face(source, tmp_path / "ours")
     assert done.tables == (EMBEDDING,) and done.ties == {}
     assert Manifest.read(tmp_path / "ours").head.head_key is None
+    assert to_hugging_face(tmp_path / "ours", tmp_path / "back").notes == (), "a head made later is tied as said"
+    config = {"vocab_size": V, "tie_word_embeddings": False, "architectures": ["LlamaForSequenceClassification"]}
+    source = write_folder(tmp_path / "score", model_tensors(head=False) | {"score.weight": torch.randn(2, D)}, config)
+    assert from_hugging_face(source, tmp_path / "scored").ties == {}
+
+
+@pytest.mark.parametrize(
+    ("other", "embedding", "head"),
+    [
+        ("cls.predictions.transform.dense.weight", "bert.embeddings.word_embeddings.weight",
+         "cls.predictions.decoder.weight"),
+        ("lm_head.dense.weight", "roberta.embeddings.word_embeddings.weight", "lm_head.decoder.weight"),
+        ("predictions.dense.weight", "albert.embeddings.word_embeddings.weight", "predictions.decoder.weight"),
+        ("generator_predictions.dense.weight", "electra.embeddings.word_embeddings.weight", "generator_lm_head.weight"),
+        ("model.encoder.conv1.weight", "model.decoder.embed_tokens.weight", "proj_out.weight"),
+        ("x", "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"),
+        ("x", "transformer.word_embedding.weight", "lm_head.weight"),
+    ],
+)  # fmt: skip
+def test_the_head_of_a_tied_model_has_the_name_that_its_architecture_gives_it(other, embedding, head, tmp_path):
+    tensors = {embedding: torch.randn(V, D), other: torch.randn(2, 2)}
+    source = write_folder(tmp_path / "hf", tensors, {"vocab_size": V, "tie_word_embeddings": True})
+    assert from_hugging_face(source, tmp_path / "ours").ties == {head: embedding}
+
+
+def test_an_encoders_and_a_decoders_copies_of_what_they_share_are_ties_if_they_are_equal(tmp_path):
+    table, copies = torch.randn(V, D), ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
+    tensors = {**{name: table.clone() for name in copies}, "lm_head.weight": torch.randn(V, D), "shared.weight": table}
+    config = {"vocab_size": V, "tie_word_embeddings": False}
+    source = write_folder(tmp_path / "hf", tensors, config)
+    done = from_hugging_face(source, tmp_path / "ours")
+    assert done.tables == ("shared.weight", "lm_head.weight") and done.ties == dict.fromkeys(copies, "shared.weight")
+    assert Manifest.read(tmp_path / "ours").head.head_key == "lm_head.weight"
+    assert to_hugging_face(tmp_path / "ours", tmp_path / "back").notes == ()
+    to_hugging_face(tmp_path / "ours", tmp_path / "one", tied="one")
+    assert set(load_file(tmp_path / "one" / "model.safetensors")) == {"shared.weight", "lm_head.weight"}
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert set(back) == set(tensors) and all(same(back[name], tensor) for name, tensor in tensors.items())
+    del tensors["lm_head.weight"]
+    from_hugging_face(write_folder(tmp_path / "tied", tensors, {"vocab_size": V}), tmp_path / "one table")
+    assert Manifest.read(tmp_path / "one table").head.head_key == "lm_head.weight"
+    tensors["decoder.embed_tokens.weight"] = table + 1
+    source = write_folder(tmp_path / "other", tensors, config)
+    refused(["not clear", "shared.weight", copies[0], "--tables"], from_hugging_face, source, tmp_path / "x")
+
+
+def test_the_tables_of_layers_that_predict_further_tokens_are_ties(tmp_path):
+    tensors = model_tensors()
+    copies = {"model.layers.9.embed_tokens.weight": EMBEDDING, "model.layers.9.shared_head.head.weight": HEAD}
+    tensors = {**{copy: tensors[name].clone() for copy, name in copies.items()}, **tensors}
+    source = write_folder(tmp_path / "hf", tensors, {"vocab_size": V, "tie_word_embeddings": False})
+    done = from_hugging_face(source, tmp_path / "ours")
+    assert done.tables == (EMBEDDING, HEAD) and done.ties == copies
+    to_hugging_face(tmp_path / "ours", tmp_path / "back")
+    assert set(load_file(tmp_path / "back" / "model.safetensors")) == set(tensors)
+
+
+def test_a_tensor_with_a_column_for_each_id_is_named_in_a_note(tmp_path):
+    tensors = model_tensors() | {"final_logits_bias": torch.zeros(1, V)}
+    source = write_folder(tmp_path / "hf", tensors, {"vocab_size": V, "tie_word_embeddings": False})
+    assert "final_logits_bias [1, 9] is no table" in from_hugging_face(source, tmp_path / "ours").notes[0]
+
+
+def test_a_tie_to_a_name_that_another_tensor_has_is_refused(tmp_path):
+    source = write_folder(tmp_path / "hf", model_tensors(), {"vocab_size": V})
+    refused([EMBEDDING, HEAD, "of its own"], from_hugging_face, source, tmp_path / "ours", tables=[EMBEDDING])
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_refused_and_nothing_is_left(tmp_path):
+    config = {"vocab_size": V, "tie_word_embeddings": False}
+    tensors = model_tensors() | {"model.w": torch.tensor([1.0, 7e4, float("inf")])}
+    source = write_folder(tmp_path / "hf", tensors, config)
+    from_hugging_face(source, tmp_path / "ours")
+    words = ["model.w", "70000", "float16"]
+    refused(words, from_hugging_face, source, tmp_path / "x", dtype=torch.float16)
+    refused(words, to_hugging_face, tmp_path / "ours", tmp_path / "x", dtype=torch.float16)
+    tensors["model.w"] = torch.ones(4).to(torch.float8_e4m3fn)
+    source = write_folder(tmp_path / "eight", tensors, config)
+    refused(["model.w", "scales", "--dtype"], from_hugging_face, source, tmp_path / "x", dtype=torch.bfloat16)
+    quantised = {**config, "quantization_config": {"quant_method": "gptq"}}
+    source = write_folder(tmp_path / "scaled", model_tensors(), quantised)
+    from_hugging_face(source, tmp_path / "scaled ours")
+    for call, at in ((from_hugging_face, source), (to_hugging_face, tmp_path / "scaled ours")):
+        refused(["quantization_config", "--dtype"], call, at, tmp_path / "x", dtype=torch.bfloat16)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eight", "hf", "ours", "scaled", "scaled ours"]
+
+
+def test_a_scale_of_the_logits_is_in_the_manifest_and_must_be_a_number(tmp_path):
+    config = {"vocab_size": V, "tie_word_embeddings": False, "logit_scale": 0.5, "final_logit_softcapping": 30}
+    source = write_folder(tmp_path / "hf", model_tensors(), config)
+    from_hugging_face(source, tmp_path / "ours")
+    head = Manifest.read(tmp_path / "ours").head
+    assert (head.scale, head.softcap) == (0.5, 30.0)
+    for scale in ("0.5", float("nan"), 10**400):
+        (source / "config.json").write_text(json.dumps({**config, "logit_scale": scale}))
+        refused(["logit_scale", "positive number"], from_hugging_face, source, tmp_path / "x")
 
 
 def test_a_vocabulary_size_in_the_text_section_counts_before_that_of_the_top(tmp_path):
@@ -284,9 +381,11 @@ def test_tables_that_cannot_be_told_are_refused_with_the_candidates_and_taken_as
     uneven = model_tensors() | {HEAD: torch.randn(V + 1, D)}
     source = write_folder(tmp_path / "uneven", uneven, config)
     refused(["not clear", "[9, 4]", "[10, 4]"], call, source, tmp_path / "ours")
+    assert call(source, tmp_path / "apart", tables=[EMBEDDING, HEAD]).notes[0].startswith("1 rows past")
     source = write_folder(tmp_path / "short", model_tensors(), {**config, "vocab_size": 11})
     refused([EMBEDDING, "9 rows", "11 ids", "--vocab-size"], call, source, tmp_path / "ours")
-    refused(["9 rows", "vocab_size 11"], call, source, tmp_path / "ours", tables=[EMBEDDING, HEAD])
+    refused(["9 rows", "11 ids"], call, source, tmp_path / "ours", tables=[EMBEDDING, HEAD])
+    refused(["named twice"], call, source, tmp_path / "ours", tables=[EMBEDDING, EMBEDDING])
     source = write_folder(tmp_path / "silent", model_tensors(), {"tie_word_embeddings": False})
     refused(["config.json has no vocab_size", "--vocab-size"], call, source, tmp_path / "ours")
     assert call(source, tmp_path / "told", vocab_size=V).vocab_size == V
@@ -384,15 +483,52 @@ def test_a_target_that_is_there_stays_unless_it_is_to_be_replaced(tmp_path):
     to_hugging_face(tmp_path / "ours", tmp_path / "back", overwrite=True)
     assert open_checkpoint(tmp_path / "ours").step == 5 and not (tmp_path / "back" / "mine").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
+    again = {"overwrite": True}
+    refused(["holds", "nothing is replaced"], from_hugging_face, source, source, **again)
+    refused(["holds", "nothing is replaced"], to_hugging_face, tmp_path / "ours", tmp_path, **again)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("")
+    refused(["no checkpoint", "thesis.tex"], from_hugging_face, source, tmp_path / "home", **again)
+    refused(["no folder"], from_hugging_face, source, tmp_path / "home" / "thesis.tex", **again)
+    (tmp_path / "link").symlink_to(tmp_path / "back")
+    refused(["no folder"], from_hugging_face, source, tmp_path / "link", **again)
 
 
 def test_an_ordered_table_without_a_tokenizer_goes_along(tmp_path):
     write_ours(tmp_path / "ours")
     state = json.loads((tmp_path / "ours" / "state.json").read_text())
     (tmp_path / "ours" / "vocabulary.json").write_text("{}")
-    assert "vocabulary.json" not in state["files"]
+    to_hugging_face(tmp_path / "ours", tmp_path / "unlisted")
+    assert not (tmp_path / "unlisted" / "vocabulary.json").exists(), "nobody has its hash"
+    state["files"]["vocabulary.json"] = {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+    (tmp_path / "ours" / "state.json").write_text(json.dumps(state))
     to_hugging_face(tmp_path / "ours", tmp_path / "back")
-    assert (tmp_path / "back" / "vocabulary.json").exists()
+    assert (tmp_path / "back" / "vocabulary.json").read_text() == "{}"
+
+
+def test_an_ordered_table_that_went_along_comes_back_with_no_word_of_a_loss(tmp_path):
+    source = write_folder(
+        tmp_path / "hf", model_tensors(), {"vocab_size": V, "tie_word_embeddings": False}, tokenizer=byte_tokenizer()
+    )
+    identity = read_vocabulary(source)
+    (source / "tokenizer.json").unlink()
+    identity.write(source / "vocabulary.json")
+    assert from_hugging_face(source, tmp_path / "ours").notes == ()
+    assert read_vocabulary(tmp_path / "ours" / "vocabulary.json") == identity
+
+
+def test_tables_and_ties_that_are_not_what_the_state_says_are_refused(tmp_path):
+    write_ours(tmp_path / "ours")
+    path = tmp_path / "ours" / "state.json"
+    state = json.loads(path.read_text())
+    for change, words in (
+        ({"tables": ["nothing"]}, ["nothing", "9 rows", "there is none"]),
+        ({"layout": {"vocab_size": 5, "padded_size": 12, "tp_size": 1}}, [EMBEDDING, "5 rows", "[9, 4]"]),
+        ({"ties": {HEAD: "nothing"}}, [HEAD, "nothing", "damaged"]),
+        ({"ties": {"w": EMBEDDING}}, ["ties w", EMBEDDING, "of its own"]),
+    ):
+        path.write_text(json.dumps(state | change))
+        refused(words, to_hugging_face, tmp_path / "ours", tmp_path / "back", tied="both" if "ties" in change else None)
 
 
 def test_a_name_in_a_checkpoint_never_leaves_the_directory(tmp_path):
@@ -412,7 +548,7 @@ def _both_ways(source, folder):
     to_hugging_face(f"{folder}/ours", f"{folder}/back")
 
 
-@pytest.mark.parametrize("rows", [131_072, 524_288])
+@pytest.mark.parametrize("rows", [131_072, 262_144])
 def test_peak_memory_of_both_ways_is_under_1_3_of_one_shard(rows, tmp_path, capsys):
     for name, size in (("small", 1_000), ("large", rows)):
         table = torch.randn(size, 64)

@@ -37,6 +37,7 @@ from vocab_parallel.vocabulary.manifest import (
     require_loadable,
 )
 from vocab_parallel.vocabulary.manifest.comparison import show
+from vocab_parallel.vocabulary.manifest.manifest import vocabulary_of
 from vocab_parallel.vocabulary.manifest.rules import RULES
 
 V, D = 9, 4
@@ -132,12 +133,35 @@ def test_wrappers_a_configuration_and_partitions_of_zero_3_are_looked_through() 
 
     model = Model(shard())
     assert Manifest.of(Wrapper(Wrapper(model))) == Manifest.of(model)
+    for name, part in list(model.named_children()):  # what torch.compile and activation checkpoints leave of names
+        wrapped = nn.Module()
+        wrapped._orig_mod = nn.ModuleDict({"_checkpoint_wrapped_module": part})
+        setattr(model, name, wrapped)
+    assert Manifest.of(model).to_json() == of().to_json()
+    model = Model(shard())
     for parameter in model.parameters():  # as ZeRO-3 leaves them between forwards
         parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
     assert Manifest.of(model).to_json() == of().to_json()
     model.config = Settings()
     assert (Manifest.of(model).head.softcap, Manifest.of(model).head.scale) == (30.0, 0.125)
+
+
+def test_a_model_of_more_than_text_tells_the_logits_of_its_text_part() -> None:
+    class Part:
+        final_logit_softcapping, logit_scale, lm_head_multiplier, logits_scaling = 30, None, 0.5, 4.0
+
+    class Settings:
+        def get_text_config(self) -> type[Part]:
+            return Part
+
+    model = Model(shard())
+    model.config = Settings()
+    head = Manifest.of(model).head
+    assert (head.softcap, head.scale) == (30.0, 0.125)
+    Part.logits_scaling = float("nan")
+    with pytest.raises(CheckpointLayoutError, match="logits_scaling: expected a positive number, got nan"):
+        Manifest.of(model)
 
 
 def test_a_model_with_one_end_of_the_vocabulary_tells_that_end() -> None:
@@ -149,6 +173,13 @@ def test_a_model_with_one_end_of_the_vocabulary_tells_that_end() -> None:
         Manifest.of(nn.Linear(2, 2))
 
 
+def test_a_model_with_two_vocabularies_tells_that_of_its_head() -> None:
+    decoder = Model(VocabShard(VocabLayout(12, 1)), tie=False)
+    found = Manifest.of(nn.ModuleDict({"encoder": VocabParallelEmbedding(D, shard=shard()), "decoder": decoder}))
+    assert (found.vocabulary.size, found.head.embedding_key) == (12, "decoder.embedding.weight")
+    assert found.checkpoint is not None and found.checkpoint.tensors["model.encoder.weight"].shape == (V, D)
+
+
 def test_an_identity_fills_the_vocabulary_and_must_fit_the_rows() -> None:
     found = Manifest.of(Model(shard()), identity=TOKENS).vocabulary
     assert (found.ordered_table_sha256, found.special_ids, found.added) == (TOKENS.sha256, {"bos": 1, "eos": 2}, (8, 7))
@@ -158,24 +189,22 @@ def test_an_identity_fills_the_vocabulary_and_must_fit_the_rows() -> None:
         Manifest.of(Model(shard()), identity=TOKENS, vocabulary_sha256="0" * 64)
 
 
-def told_by_ranks(rank: int, tp: int) -> list[str]:
-    texts = [Manifest.of(Model(shard(tp, multiple_of=1))).to_text()]
-    if tp == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        halves = VocabShard(VocabLayout(V, 2, multiple_of=1), mesh.get_group("tp"))
-        model = Model(halves)
-        texts.append(Manifest.of(model).to_text())
-        fsdp.apply(model, mesh, shard=halves)
-        texts.append(Manifest.of(model).to_text())
-    return texts
+def told_by_ranks(rank: int) -> list[str]:
+    texts = [Manifest.of(Model(shard(4, multiple_of=1))).to_text()]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    halves = VocabShard(VocabLayout(V, 2, multiple_of=1), mesh.get_group("tp"))
+    model = Model(halves)
+    texts.append(Manifest.of(model).to_text())
+    fsdp.apply(model, mesh, shard=halves)
+    return [*texts, Manifest.of(model).to_text()]
 
 
 def test_every_rank_tells_the_same_at_any_number_of_ranks_and_under_fsdp() -> None:
-    two, four = run_ranks(told_by_ranks, 2, 2), run_ranks(told_by_ranks, 4, 4)
-    assert two[0] == two[1] and all(found == four[0] for found in four)
+    four = run_ranks(told_by_ranks, 4)
+    assert all(found == four[0] for found in four)
     uneven, halves, sharded = four[0]
     assert json.loads(uneven)["checkpoint"]["shard_ranges"] == [[0, 3], [3, 6], [6, 9], [9, 9]]
-    assert halves == sharded == two[0][0]  # of whole shapes, whatever holds them
+    assert halves == sharded  # of whole shapes, whatever holds them
     differences = compare(Manifest.from_json(json.loads(halves)), of())
     assert {one.field for one in differences} == {
         "checkpoint.padded_size", "checkpoint.tp_size", "checkpoint.shard_ranges"
@@ -229,7 +258,7 @@ WRONG = [
     ("head.bias", "yes", ["head.bias: expected true or false, got 'yes'"]),
     ("head.bias", False, ["head.bias: expected true exactly with a bias_key"]),
     ("head.storage", "[D, V]", ["head.storage: expected one of", "[width, vocab_size]"]),
-    ("head", [1], ["head: expected an object, got [1]"]),
+    ("head", [1], ["head: expected an object, got a list of 1"]),
     ("vocabulary.size", -9, ["vocabulary.size: expected at least 1, got -9"]),
     ("vocabulary.ordered_table_sha256", "abc", ["64 hexadecimal digits, got 'abc'"]),
     ("vocabulary.special_ids", {"bos": 9}, ["vocabulary.special_ids: expected ids in [0, 9), got 9"]),
@@ -240,7 +269,7 @@ WRONG = [
     ("tying.tied", False, ["tying.restoration: expected \"separate Parameters\""]),
     ("loss.smoothing_over", "rest", ['loss.smoothing_over: expected one of "all", "others", got \'rest\'']),
     ("loss.label_smoothing", 1.5, ["loss.label_smoothing: expected in [0, 1], got 1.5"]),
-    ("loss.z_loss", None, ["loss.z_loss: expected a number, got None"]),
+    ("loss.z_loss", None, ["loss.z_loss: expected a number, got nothing"]),
     ("loss.temperature", 0, ["loss.temperature: expected above 0"]),
     ("policy.transforms", [{"p": 1}], ["policy.transforms[0].name: expected text, got None"]),
     ("policy.stop_ids", [9], ["policy.stop_ids: expected ids in [0, 9), got 9"]),
@@ -257,6 +286,8 @@ WRONG = [
     ("checkpoint.step", -1, ["checkpoint.step: expected null or at least 0, got -1"]),
     ("runtime.versions", {"torch": 2.1}, ["runtime.versions.torch: expected text, got 2.1"]),
     ("notes", {"deep": DEEP}, ["notes.deep", "more than 32 levels deep"]),
+    ("notes", {"a\x1b[2J": 1}, ["notes: the key 'a\\x1b[2J' cannot be printed"]),
+    ("a\nb", 1, ["the top: the key 'a\\nb' cannot be printed"]),
 ]  # fmt: skip
 
 
@@ -276,10 +307,12 @@ def test_a_file_with_a_wrong_field_is_refused_by_name(path: str, value: Any, wor
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "Expecting value"), (b"\xff{}", "can't decode"), (b"[]", "expected a JSON object, got []"),
-        (b'{"version": 1', "delimiter"), (b'{"a": 1, "a": 2}', "'a' stands twice"),
+        (b"", "Expecting value"), (b"\xff{}", "not UTF-8 at byte 0"),
+        (b"[]", "expected a JSON object, got a list of 0"),
+        (b'{"version": 1', "delimiter"), (b'{"a": 1, "a": 2}', "'a' appears twice"),
         (b'{"notes": NaN}', "NaN is not a JSON number"), (b'{"notes": -Infinity}', "-Infinity is not"),
-        (b'{"a": ' + b"[" * 100_000, "is not a manifest"), (b"[" * (2**20 + 1), "lists and mappings in it"),
+        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+        (b"[" * (2**20 + 1), "more than 1,048,576 lists and objects"),
     ],
     ids=lambda one: str(one)[:20],
 )  # fmt: skip
@@ -303,8 +336,23 @@ def test_a_number_beyond_float_and_a_missing_file_are_refused(tmp_path: Path) ->
         Manifest.read(tmp_path / "none.json")
 
 
+def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vocab_parallel.vocabulary.manifest.strict_json.MAX_ENTRIES", 30)
+    assert of().write(tmp_path).is_file()
+    with pytest.raises(CheckpointLayoutError, match=r"could not be read: at most 134,217,728 and 30\. Are its notes"):
+        replaced(of(), {"notes__": {"many": [[at] for at in range(30)]}}).write(tmp_path / "other.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_key_that_stands_twice_among_many_is_found_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "manifest.json"
+    file.write_text("{" + ",".join(f'"{at}":0' for at in [*range(100_000), 99_999]) + "}")
+    with pytest.raises(CheckpointLayoutError, match="the key '99999' appears twice in one object"):
+        Manifest.read(file)
+
+
 def test_a_large_file_of_junk_allocates_next_to_nothing(tmp_path: Path) -> None:
-    sizes = {"sparse.json": 100 * 2**20, "commas.json": 20 * 2**20}
+    sizes = {"sparse.json": 2**27 + 1, "commas.json": 20 * 2**20}
     for name, size in sizes.items():
         with (tmp_path / name).open("wb") as file:
             file.write(b"{" if name == "sparse.json" else b'{"a": [' + b"0," * (size // 2))
@@ -312,7 +360,7 @@ def test_a_large_file_of_junk_allocates_next_to_nothing(tmp_path: Path) -> None:
     peaks = {}
     for name in sizes:
         tracemalloc.start()
-        with pytest.raises(CheckpointLayoutError, match=r"at most 33,554,432|lists and mappings"):
+        with pytest.raises(CheckpointLayoutError, match=r"more than 134,217,728 bytes|lists and objects"):
             Manifest.read(tmp_path / name)
         peaks[name] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -507,6 +555,11 @@ def test_another_tie_is_refused_with_the_option_that_loads_it_and_passes_a_loade
         require_loadable(of(), of(tie=False, bias=False), where="runs/a", retie=True)
 
 
+def test_another_dtype_is_refused_with_the_option_that_casts() -> None:
+    with pytest.raises(CheckpointLayoutError, match=r"parameter_dtype is float32 saved, bfloat16 here.*cast=True"):
+        require_loadable(of(), of(dtype=torch.bfloat16), where="runs/a")
+
+
 def test_another_width_says_that_no_command_helps() -> None:
     other = replaced(of(), {"head__width": 8})
     with pytest.raises(CheckpointLayoutError, match=r"head\.width is 4 saved, 8 here.*No command changes a width"):
@@ -564,14 +617,17 @@ def test_a_moved_manifest_has_the_new_layout_and_of_another_vocabulary_no_policy
     assert moved.vocabulary == made.vocabulary and moved.policy == made.policy
     assert moved.checkpoint is not None and moved.checkpoint.shard_ranges == ((0, 5), (5, 9))
     require_loadable(moved, made, where="here")
-    grown = made.moved(tensors, VocabLayout(12, 1, multiple_of=1), step=7, identity=TOKENS.resized(12))
+    larger = vocabulary_of(12, TOKENS.resized(12), None)
+    grown = made.moved(tensors, VocabLayout(12, 1, multiple_of=1), step=7, vocabulary=larger)
     assert (grown.vocabulary.size, grown.head.output_width, grown.policy) == (12, 12, None)
     assert grown.vocabulary.ordered_table_sha256 == TOKENS.resized(12).sha256 != TOKENS.sha256
-    assert made.moved(tensors, VocabLayout(12, 1, multiple_of=1)).vocabulary.ordered_table_sha256 is None
+    unknown = made.moved(tensors, VocabLayout(V, 1, multiple_of=1), vocabulary=vocabulary_of(V, None, None))
+    assert unknown.vocabulary.ordered_table_sha256 is unknown.vocabulary.special_ids is unknown.policy is None
 
 
 def test_values_are_shown_in_a_line() -> None:
     shown = [
         show(one) for one in (None, True, "a" * 64, {}, {"a": TensorSpec("int8", (2,))}, [1, [2]], list(range(99)))
     ]
+    assert show("é \x1b[2J\ud800") == r"é \x1b[2J\ud800" and show(TensorSpec("\n", ())) == r"\n []"
     assert shown[:6] == ["none", "true", "a" * 16 + "…", "none", "a=int8 [2]", "[1, [2]]"] and len(shown[6]) == 101

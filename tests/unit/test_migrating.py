@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.memory import added_memory
-from tests.multirank.migration_cases import OLD, edited, whole
-from vocab_parallel import VocabLayout, VocabShard, reference
+from tests.multirank.migration_cases import OLD, edited, oracle, whole
+from vocab_parallel import VocabLayout, VocabShard
 from vocab_parallel.checkpoint import files, open_checkpoint
 from vocab_parallel.checkpoint.migration.assets import vocabulary_bytes
 from vocab_parallel.checkpoint.migration.checks import check_migration
@@ -105,16 +105,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(kinds[a.element_size()]), b.view(kinds[b.element_size()]))
 
 
-def oracle(table: Tensor, vocab_map: VocabMap, *, is_weight: bool) -> Tensor:
-    """The whole table by the one-process oracle: new rows of a weight are means of their sources, else of all rows."""
-    mean = reference.migration.mean_of_rows(table) if is_weight else torch.zeros(table.shape[1:])
-    new_rows = []
-    for new_id in vocab_map.new_ids.tolist():
-        sources = vocab_map.sources.get(new_id) if is_weight else None
-        new_rows.append(reference.migration.mean_of_sources(table, sources) if sources else mean)
-    return reference.migration.migrate_rows(table, vocab_map.new_to_old.tolist(), new_rows)
-
-
 def words(count: int, *, first: int = 0) -> VocabIdentity:
     return VocabIdentity.of_tokens([f"word {first + at}" for at in range(count)], special_ids={"eos": 0})
 
@@ -140,7 +130,8 @@ def test_appended_permuted_and_dropped_ids_carry_rows_moments_and_steps(
             continue
         table = before.get(key.replace("model.", "optimizer.") + ".master_weight", value)
         is_weight = key.startswith("model.") or key.endswith(".master_weight")
-        want = oracle(table, vocab_map, is_weight=is_weight).to(value.dtype)  # of bfloat16: the master's, rounded
+        want = oracle(table, vocab_map, MeanOfSources() if is_weight else None)
+        want = want.to(value.dtype)  # of bfloat16: the master's, rounded
         assert same_bits(after[key], want), key
     states = {key.rpartition(".")[2] for key in moved if key.startswith("optimizer.embedding.weight.")}
     assert (
@@ -167,7 +158,8 @@ def test_a_checkpoint_migrates_to_the_bits_of_the_live_migration_in_blocks_of_an
     tmp_path: Path, init: RowInit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab_map = edited()
-    names = {"model.embedding.weight": whole(OLD, WIDTH), "model.head.bias": whole(OLD, dtype=torch.bfloat16)}
+    names = {"model.embedding.weight": whole(OLD, WIDTH), "model.head.bias": whole(OLD, dtype=torch.bfloat16),
+             "model.low.weight": whole(OLD, 3, dtype=torch.float8_e4m3fn)}  # fmt: skip
     shards = [VocabShard(VocabLayout(size, 1, multiple_of=1)) for size in (OLD, vocab_map.new_size)]
     want = migrate(names, vocab_map, src=shards[0], dst=shards[1], init=init)
     source = stored(tmp_path / "old", names)
@@ -214,6 +206,27 @@ def test_states_without_rows_stay_even_where_their_shape_has_as_many_numbers_as_
         migrate_checkpoint(source, tmp_path / "three", vocab_map, init=Zeros(), tp_size=3)
 
 
+def test_what_cannot_move_by_row_is_refused_by_name(tmp_path: Path) -> None:
+    vocab_map, table = VocabMap.append(9, 2), {"model.embedding.weight": whole(9, 4)}
+    stored(tmp_path / "old", {"model.embedding.weight": table["model.embedding.weight"].to(torch.int8)}, vocab=9)
+    refused(tmp_path, vocab_map, CheckpointLayoutError, "model.embedding.weight is torch.int8", "quantised")
+    for key, value in (("absmax1", torch.ones(5)), ("absmax1@shards", torch.ones(2, 5))):
+        stored(tmp_path / "old", {**table, f"optimizer.embedding.weight.{key}": value}, vocab=9)
+        refused(
+            tmp_path, vocab_map, VocabularyError, f"{tmp_path / 'old'}: optimizer.embedding.weight.absmax1", "[9, 4]"
+        )
+
+
+def test_rows_that_move_without_a_name_of_the_new_vocabulary_do_not_keep_the_old_one(tmp_path: Path) -> None:
+    source = stored(
+        tmp_path / "old", {"model.embedding.weight": whole(9, 4)}, vocab=9, identity=words(9), manifest=True
+    )
+    assert Manifest.read(source).vocabulary.ordered_table_sha256 == words(9).sha256
+    migrate_checkpoint(source, tmp_path / "new", VocabMap.permutation(torch.arange(9).flip(0)), init=Zeros())
+    vocabulary = Manifest.read(tmp_path / "new").vocabulary
+    assert (vocabulary.size, vocabulary.ordered_table_sha256, vocabulary.special_ids) == (9, None, None)
+
+
 def test_the_target_says_what_its_rows_are_and_where_they_are_from(tmp_path: Path) -> None:
     old, new = words(OLD), words(OLD - 10 + 64, first=10)
     vocab_map = VocabMap.from_vocabs(old, new, allow_drop=True)
@@ -245,31 +258,39 @@ def test_the_target_says_what_its_rows_are_and_where_they_are_from(tmp_path: Pat
 
 
 def test_files_of_the_old_tokenizer_do_not_stay_beside_new_rows(tmp_path: Path) -> None:
+    codes = {"vocab_size": 9, "pad_token_id": 8, "inner": {"eos_token_id": 8}}  # another vocabulary
     config = {
         "vocab_size": OLD,
         "eos_token_id": [0, 5],
         "pad_token_id": 4,
-        "text_config": {"vocab_size": OLD, "bos_token_id": 7},
+        "text_config": {"decoder_vocab_size": OLD, "bos_token_id": 7},
+        "audio_config": codes,
+        "bad_words_ids": [[6, 6], [4, 7]],
+        "begin_suppress_tokens": [5, 4],
+        "forced_decoder_ids": [[1, 8]],
     }
     assets = {
         "config.json": json.dumps(config).encode(),
         "tokenizer.json": b"old",
-        "merges.txt": b"old",
+        "sub/merges.txt": b"old",
         "LICENSE": b"mine",
     }
     source = stored(tmp_path / "old", trained("sgd", tied=True, masters=False), assets=assets, identity=words(OLD))
-    (tmp_path / "tokenizer.json").write_bytes(b"new")
+    (tmp_path / "mine").write_bytes(b"\n new")  # a SentencePiece model, by its content
     pairs = [(old, old - 5) for old in range(5, OLD)]
     vocab_map = VocabMap.from_pairs(OLD, OLD + 3, pairs, allow_drop=True)
-    for number, tokenizer in enumerate((None, tmp_path / "tokenizer.json")):
+    for number, tokenizer in enumerate((None, tmp_path / "mine")):
         target = tmp_path / f"new {number}"
         report = migrate_checkpoint(source, target, vocab_map, init=Zeros(), tokenizer=tokenizer)
         carried = {path.name: path.read_bytes() for path in (target / "assets").iterdir()}
         changed = json.loads(carried.pop("config.json"))
         assert changed == {"vocab_size": OLD + 3, "eos_token_id": [0], "pad_token_id": None,
-                           "text_config": {"vocab_size": OLD + 3, "bos_token_id": 2}}  # fmt: skip
-        assert carried == {"LICENSE": b"mine"} | ({"tokenizer.json": b"new"} if tokenizer else {})
-        assert any("merges.txt, tokenizer.json" in note for note in report.notes)
+                           "text_config": {"decoder_vocab_size": OLD + 3, "bos_token_id": 2}, "audio_config": codes,
+                           "bad_words_ids": [[1, 1]], "begin_suppress_tokens": [0],
+                           "forced_decoder_ids": [[1, 8]]}  # fmt: skip
+        assert carried == {"LICENSE": b"mine"} | ({"tokenizer.model": b"\n new"} if tokenizer else {})
+        assert any("sub/merges.txt, tokenizer.json" in note for note in report.notes)
+        assert any("forced_decoder_ids stays as it is" in note for note in report.notes)
         assert (
             not (target / "vocabulary.json").exists()
             and "vocabulary_sha256" not in open_checkpoint(target).state["extra"]
@@ -436,9 +457,9 @@ def permute_and_append(source: str, target: str, vocab: int) -> None:
     assert check_migration(source, target, vocab_map).passed
 
 
-@pytest.mark.parametrize("vocab", [65_536, 131_072])
+@pytest.mark.parametrize("vocab", [65_536, 98_304])
 def test_a_migration_needs_less_memory_than_one_shard(tmp_path: Path, vocab: int) -> None:
-    width = 128
+    width = 192
     source, small = big(tmp_path / "old", vocab, width), big(tmp_path / "small", 4096, width)
     added = added_memory(
         permute_and_append,

@@ -157,15 +157,18 @@ def test_a_saved_model_is_promoted_and_loads_from_its_bundle(tmp_path):
         model = torch.nn.ModuleDict(
             {
                 "embedding": VocabParallelEmbedding(4, shard=shard),
+                "first": torch.nn.Linear(4, 4),
+                "second": torch.nn.Linear(4, 4),
                 "head": VocabParallelLMHead(4, shard=shard, bias=True),
             }
         )
+        model["second"].weight = model["first"].weight  # a tie that is none of the vocabulary
         tie_weights(model["embedding"], model["head"])
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
     model, optimizer = build(0)
     ids = torch.arange(9)
-    model["head"].loss(model["embedding"](ids), ids.roll(1)).backward()
+    model["head"].loss(model["second"](model["first"](model["embedding"](ids))), ids.roll(1)).backward()
     optimizer.step()
     manifest = Manifest.of(model, identity=identity_of())
     saved = save_checkpoint(tmp_path / "run", model, optimizer, 1, manifest=manifest, identity=identity_of())
@@ -174,6 +177,7 @@ def test_a_saved_model_is_promoted_and_loads_from_its_bundle(tmp_path):
     other, its = build(1)
     load_checkpoint(open_current(tmp_path / "releases").checkpoint, other, its)
     assert torch.equal(other["embedding"].weight, model["embedding"].weight)
+    assert dict(bundle.record.ties) == {"head.weight": "embedding.weight", "second.weight": "first.weight"}
     assert bundle.record.conformance["head"] == "model.embedding.weight"
 
 
@@ -202,6 +206,10 @@ def lost_tie(tensors, ties):
     ties.clear()
 
 
+def shared_trunk(tensors, ties):
+    ties["trunk.other"] = "trunk.weight"
+
+
 EDITS = [
     (nan_row, "row 4 of model.embedding.weight holds NaN"),
     (alias_weight, "two tensors would be loaded for one Parameter"),
@@ -214,6 +222,28 @@ def test_a_checkpoint_that_contradicts_itself_is_refused_and_leaves_nothing(edit
     with pytest.raises(Refused, match=words):
         promote(tmp_path / "r", checkpoint(tmp_path, edit=edit))
     assert [path.name for path in (tmp_path / "r").iterdir()] == [".lock"]
+
+
+def test_eight_bit_tables_are_looked_at_too_and_a_shared_trunk_ties_no_head(tmp_path):
+    with pytest.raises(Refused, match=r"row 4 of model\.embedding\.weight holds NaN"):
+        promote(tmp_path / "r", checkpoint(tmp_path, edit=nan_row, dtype=torch.float8_e4m3fn))
+    for seed, dtype in enumerate((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float64), 1):
+        bundle = promote(tmp_path / "r", checkpoint(tmp_path, seed=seed, dtype=dtype, tied=False, edit=shared_trunk))
+        assert bundle.record.conformance["head"] == "model.head.weight" and verify(tmp_path / "r") == []
+
+
+@pytest.mark.parametrize("name", ["../../outside", "assets/../../../outside", "{}/outside"])
+def test_a_name_that_leads_out_of_the_checkpoint_is_neither_read_nor_written(name, tmp_path):
+    source = checkpoint(tmp_path / "a" / "b")
+    (tmp_path / "a" / "outside").write_text("secret")
+    name = name.format(tmp_path / "a")
+    state = json.loads((source / "state.json").read_text())
+    state["files"][name] = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    (source / "state.json").write_text(json.dumps(state))
+    with pytest.raises(Refused, match="outside is no name of a file in it"):
+        promote(tmp_path / "c" / "r", source)
+    assert [path.name for path in (tmp_path / "c").rglob("*")] == ["r", ".lock"]
+    assert (tmp_path / "a" / "outside").stat().st_nlink == 1
 
 
 def manifest_edit(source: Path, change: Any) -> None:
@@ -233,7 +263,8 @@ def say_untied(data):
 
 MANIFESTS = [
     (say_untied, "manifest.json says the head is not tied, state.json that it is tied"),
-    (lambda data: data["vocabulary"].update(ordered_table_sha256=None), "names no ordered table"),
+    (lambda data: data["vocabulary"].update(ordered_table_sha256=None), "names no sha256.*save_checkpoint"),
+    (lambda data: data["vocabulary"].update(added=[0, 2, 1]), "added is \\(0, 2, 1\\) in manifest.json"),
     (lambda data: data["vocabulary"]["special_ids"].update(eos=3), "special id eos is 3 in manifest.json, 2 in"),
     (lambda data: data["checkpoint"].update(shard_ranges=[]), "names no shard ranges"),
     (lambda data: data["head"].update(bias_key="other.bias"), "needs model.other.bias as a table of 9 rows"),
@@ -252,7 +283,7 @@ def test_a_manifest_that_says_something_else_than_the_files_is_refused(change, w
 def test_a_damaged_checkpoint_or_one_without_manifest_is_refused(tmp_path):
     source = checkpoint(tmp_path)
     flip(source / "__1_0.distcp")
-    with pytest.raises(Refused, match=r"not promoted.*__1_0\.distcp"):
+    with pytest.raises(Refused, match=r"__1_0\.distcp has sha256"):
         promote(tmp_path / "r", source)
     assert (source / "__1_0.distcp").stat().st_mode & 0o200, "only what is promoted becomes read-only"
     with pytest.raises(Refused, match="has no manifest"):
@@ -271,7 +302,7 @@ def test_a_tokenizer_with_two_swapped_ids_is_another_vocabulary(tmp_path):
 
 def test_a_model_with_more_rows_than_its_tokenizer_has_tokens_gets_a_table_with_unused_ids(tmp_path):
     source = checkpoint(tmp_path, rows=12, table=False)
-    with pytest.raises(Refused, match="carries neither a tokenizer nor vocabulary"):
+    with pytest.raises(Refused, match=r"carries neither a tokenizer nor vocabulary.*--tokenizer PATH"):
         promote(tmp_path / "r", source)
     bundle = promote(tmp_path / "r", source, tokenizer=tokenizer_file(tmp_path / "tokenizer.json"))
     identity = VocabIdentity.read(bundle.vocabulary)
@@ -378,6 +409,17 @@ def test_rollback_to_a_bundle_that_is_not_whole_is_refused_and_nothing_moves(two
     assert open_current(releases).id == b and verify(releases) == []
     (releases / a / "policy.json").unlink()
     assert verify(releases)[0].startswith("no rollback is possible: the bundle")
+
+
+def test_a_damaged_bundle_is_made_again_from_its_checkpoint_and_keeps_its_place(made, two):
+    releases, a, b = two
+    (writable(releases / b) / "bundle.json").write_text("{")
+    with pytest.raises(Refused, match=rf"not whole.*chmod -R u\+w .*{b} && rm -r .*{b}"):
+        promote(releases, step(made[0], 2), policy={**POLICY, "selector": "greedy"})
+    remove(releases / b)
+    again = promote(releases, step(made[0], 2), policy={**POLICY, "selector": "greedy"})
+    assert (again.id, again.record.previous) == (b, a) and verify(releases) == []
+    assert rollback(releases).id == a
 
 
 def test_a_loader_keeps_the_bundle_that_it_opened(two):
@@ -507,9 +549,9 @@ def test_blocks_are_looked_at_of_every_table_and_row_state(two, monkeypatch):
     [
         (
             lambda data: data["conformance"].update(logits_sha256="0" * 64),
-            "raw logits on the fixed hidden rows are 000",
+            "conformance: logits_sha256 was 000",
         ),
-        (lambda data: data["conformance"]["rows_sha256"].clear(), "the rows are {} when promoted"),
+        (lambda data: data["conformance"]["rows_sha256"].clear(), "conformance: rows_sha256 was {} when promoted"),
         (lambda data: data.update(ties={"head.weight": "embedding.weight"}), "bundle.json lists the ties"),
         (lambda data: data.update(previous=None), "bundle.json has sha256"),
     ],
@@ -556,6 +598,7 @@ LISTS = [
     (lambda data: data["files"].update({"policy.json": [1, "zz"]}), "expected a size and a sha256"),
     (lambda data: data["files"].pop("policy.json"), "lists no policy.json"),
     (lambda data: data.update(version=2), "version is 2"),
+    (lambda data: data["files"].update({"checkpoint/a\nb": [1, "0" * 64]}), "cannot be printed"),
     (lambda data: data.update(run="rm"), "unknown key run"),
     (lambda data: data.update(previous="../x"), "no id of a bundle"),
     (lambda data: data.pop("ties"), "ties is missing"),

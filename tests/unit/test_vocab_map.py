@@ -70,6 +70,10 @@ def test_a_token_special_on_one_side_only_goes_by_its_text() -> None:
     assert moved(both, other) == [1, 0]
 
 
+def test_of_equal_tokens_that_change_their_kind_the_first_is_kept() -> None:
+    assert moved(vocab("<t>", "a", "<t>", special=(0, 2)), vocab("a", "<t>")) == [1, 0, -1]
+
+
 def test_a_byte_piece_is_not_the_letter() -> None:
     old = VocabIdentity((b"A", b"A"), ("byte", "normal"))
     new = VocabIdentity((b"A", b"A"), ("normal", "byte"))
@@ -121,6 +125,7 @@ def test_appending_and_permuting() -> None:
     turned = VocabMap.permutation([2, 0, 1], old_sha256="0" * 64)
     assert turned.new_to_old.tolist() == [1, 2, 0] and turned.kept == 3 and turned.old_sha256 == "0" * 64
     assert VocabMap.permutation(torch.tensor([2, 0, 1], dtype=torch.int32)).old_to_new.tolist() == [2, 0, 1]
+    assert VocabMap.from_pairs(2, 2, torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)).new_to_old.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +152,8 @@ def test_appending_and_permuting() -> None:
         (lambda: VocabMap(torch.tensor([0, 1]), torch.tensor([1, 0])), "old_to_new and new_to_old disagree: new id 0"),
         (lambda: VocabMap(torch.tensor([0, 0]), torch.tensor([0, -1])), "disagree"),
         (lambda: VocabMap(torch.tensor([0]), torch.tensor([0], dtype=torch.int32)), "new_to_old must be int64"),
+        (lambda: VocabMap(torch.tensor([0, -5]), torch.tensor([0])), r"old_to_new\[1\] is -5; expected an id, or -1"),
+        (lambda: VocabMap(torch.empty(1, dtype=torch.int64, device="meta"), torch.tensor([0])), "on the CPU, got"),
     ],
 )
 def test_what_is_no_partial_bijection_is_refused(make: Callable[[], VocabMap], message: str) -> None:

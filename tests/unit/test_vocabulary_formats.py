@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import json
+import os
 import random
 import sys
 import tracemalloc
@@ -98,14 +99,34 @@ def test_added_tokens_are_their_text_inside_the_vocabulary_and_past_it(
     assert identity.added == (0, 330, 331) and set(identity.kinds) == {"special", "normal"}
 
 
-def test_holes_in_the_ids_are_unused(byte_level: dict[str, Any], tmp_path: Path) -> None:
-    parsed = json.loads(json.dumps(byte_level))
-    parsed["added_tokens"][1]["id"] = 335
-    identity = read_vocabulary(written(tmp_path, parsed))
-    assert identity.size == 336 and identity.kinds[330:] == ("unused", "normal", *["unused"] * 3, "special")
-    assert identity.tokens[330] == b"" and identity.added == (0, 335, 331)
-    padded = read_vocabulary(tmp_path / "tokenizer.json", size=384)
-    assert padded.size == 384 and padded.kinds[336:] == ("unused",) * 48
+def test_holes_in_the_ids_are_unused(tmp_path: Path) -> None:
+    identity = read_vocabulary(written(tmp_path, small({"a": 0, "b": 5}, added_tokens=[added_token(2, "<x>")])))
+    assert identity.kinds == ("normal", "unused", "special", "unused", "unused", "normal") and identity.added == (2,)
+    assert identity.tokens == (b"a", b"", b"<x>", b"", b"", b"b")
+    padded = read_vocabulary(tmp_path / "tokenizer.json", size=8)
+    assert padded.size == 8 and padded.kinds[6:] == ("unused",) * 2
+
+
+def test_added_tokens_have_the_ids_that_the_library_gives_them_or_are_refused(tmp_path: Path) -> None:
+    chance, outcomes = random.Random(0), [0, 0]
+    for _ in range(150):
+        names = chance.sample(["a", "b", "c", "<x>", "<y>"], chance.randint(1, 4))
+        words = dict(zip(names, chance.sample(range(len(names) + 1), len(names)), strict=True))
+        ids = chance.sample(range(len(names) + 3), chance.randint(0, 3))
+        added = [added_token(token_id, chance.choice(["<x>", "<y>", "<z>", "a"])) for token_id in sorted(ids)]
+        parsed = small(words, added_tokens=added, version="1.0")
+        parsed["model"]["merges"] = []
+        library = tokenizers.Tokenizer.from_str(json.dumps(parsed))
+        fits = all(library.token_to_id(one["content"]) == one["id"] for one in added)
+        lost = {words[name] for name in names} & {one["id"] for one in added if words.get(one["content"]) != one["id"]}
+        path = written(tmp_path, parsed)
+        outcomes[fits and not lost] += 1
+        if fits and not lost:
+            assert read_vocabulary(path).size == 1 + max(library.get_vocab(True).values())
+        else:
+            with pytest.raises(VocabularyError, match="added_tokens"):
+                read_vocabulary(path)
+    assert min(outcomes) > 20  # both happen
 
 
 def test_the_files_beside_a_tokenizer_give_the_roles(byte_level: dict[str, Any], tmp_path: Path) -> None:
@@ -113,7 +134,7 @@ def test_the_files_beside_a_tokenizer_give_the_roles(byte_level: dict[str, Any],
     config = {"bos_token": {"content": "<|end|>"}, "add_bos_token": True, "num_image_token": 256, "unk_token": None,
               "image_token": "<image>"}  # fmt: skip
     written(tmp_path, config, "tokenizer_config.json")
-    names = {"bos_token": "other", "eos_token": "<|übung|>", "additional_special_tokens": []}
+    names = {"bos_token": "other", "eos_token": "<|übung|>", "additional_special_tokens": ["<|end|>"]}
     written(tmp_path, names, "special_tokens_map.json")
     folder = read_vocabulary(tmp_path)
     assert folder.special_ids == {"bos": 0, "eos": 330} and alone.special_ids == {}
@@ -124,6 +145,10 @@ def test_the_files_beside_a_tokenizer_give_the_roles(byte_level: dict[str, Any],
         VocabularyError, match=r"the pad token '<pad>' of the files beside it is no token here.*save_pr"
     ):
         read_vocabulary(tmp_path)
+    for beside in ({"additional_special_tokens": ["<pad>"]}, {"added_tokens_decoder": {"332": {"content": "<pad>"}}}):
+        written(tmp_path, beside, "special_tokens_map.json")
+        with pytest.raises(VocabularyError, match=r"the added token '<pad>' of the files beside it is no token here"):
+            read_vocabulary(tmp_path)
     with pytest.raises(VocabularyError, match=r"special id pad is 400; expected an id in \[0, 332\)"):
         read_vocabulary(tmp_path / "tokenizer.json", special_ids={"pad": 400})
 
@@ -203,8 +228,14 @@ def test_tekken_has_special_ids_first_and_no_more_ids_than_its_size(tmp_path: Pa
     assert found.tokens[:3] == (b"<SPECIAL_0>", b"<pad>", b"<SPECIAL_2>") and found.special_ids == {"pad": 1}
 
 
-def test_the_tekken_file_of_mistral_common_reads_whole() -> None:
-    found = read_vocabulary(tekken_path())
+@pytest.fixture(scope="module")
+def mistral() -> VocabIdentity:
+    """The Tekken file of mistral-common."""
+    return read_vocabulary(tekken_path())
+
+
+def test_the_tekken_file_of_mistral_common_reads_whole(mistral: VocabIdentity) -> None:
+    found = mistral
     assert found.size == 131_072 and found.kinds.count("special") == 1_000 and found.duplicates() == []
     assert found.tokens[1000:1256] == tuple(bytes([byte]) for byte in range(256))
     assert (found.named(3), found.named(11), found.named(20)) == (
@@ -247,8 +278,13 @@ def small(vocab: object = None, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def added_token(token_id: object, content: object) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, "special": True, **flags}
+
+
 def added(token_id: object, content: object = "<x>") -> dict[str, Any]:
-    return small(added_tokens=[{"id": token_id, "content": content, "special": True}])
+    return small(added_tokens=[added_token(token_id, content)])
 
 
 BROKEN: dict[str, tuple[object, str]] = {
@@ -271,8 +307,18 @@ BROKEN: dict[str, tuple[object, str]] = {
     "unigram junk": (small([["a", 0.0], "b"]), r"model.vocab\[1\]: expected \[piece, score\], found 'b'"),
     "added junk": (small(added_tokens=[3]), r"added_tokens\[0\]: expected an object, found 3"),
     "added without text": (added(2, None), r"added_tokens\[0\].content: expected a string, found nothing"),
-    "added at a negative id": (added(-2), r"added_tokens '<x>': expected an id in \[0, 16,777,216\), found -2"),
-    "added over another": (added(1), "added_tokens: id 1 is '<x>' here and 'b' in model.vocab"),
+    "unigram without its unknown": (
+        {"model": {"vocab": [["a", 0.0]], "unk_id": [0]}},
+        "model.unk_id: expected an integer, found a list of 1",
+    ),
+    "added at a negative id": (added(-2), "'<x>' has id -2, but the tokenizers library gives it id 2"),
+    "added past a hole": (added(335), "'<x>' has id 335, but the tokenizers library gives it id 2 when it loads"),
+    "added beside its own word": (added(2, "b"), "'b' has id 2, but the tokenizers library gives it id 1"),
+    "more lists than a tokenizer has": (b'{"a": [' + b"[]," * 2**23 + b"0]}", "more than 8,388,608 lists and objects"),
+    "added over another": (
+        small({"a": 0, "b": 2}, added_tokens=[added_token(2, "<x>")]),
+        "added_tokens: id 2 is '<x>' here and 'b' in model.vocab",
+    ),
     "added twice": (
         small(added_tokens=[{"id": 2, "content": "<x>"}, {"id": 2, "content": "<y>"}]),
         r"added_tokens\[1\]: id 2 is both '<x>' and '<y>'",
@@ -311,8 +357,11 @@ def test_a_broken_file_is_refused_with_its_name_and_the_place(content: object, m
 
 
 def test_a_folder_without_a_vocabulary_and_a_missing_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(VocabularyError, match=r"holds no vocabulary.json, tokenizer.json.*save_pretrained"):
+    with pytest.raises(VocabularyError, match=r"holds no tokenizer.json, .*vocabulary.json; .*save_pretrained"):
         read_vocabulary(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(VocabularyError, match=r"pipe is no regular file; expected a file"):
+        read_vocabulary(tmp_path / "pipe")
     with pytest.raises(FileNotFoundError, match=r"missing.json"):
         read_vocabulary(tmp_path / "missing.json")
     written(tmp_path, small())
@@ -340,7 +389,7 @@ def test_a_file_beyond_any_vocabulary_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     with path.open("wb") as file:
         file.truncate(2**28 + 1)  # sparse
-    with pytest.raises(VocabularyError, match=r"more than 268,435,456 bytes: no vocabulary file is that large"):
+    with pytest.raises(VocabularyError, match=r"more than 268,435,456 bytes: no file of this kind is that large"):
         read_vocabulary(path)
 
 
@@ -439,11 +488,15 @@ def test_bytes_that_are_no_text_go_by_their_single_tokens(
     assert old_encoder(pieces)(b"\xff") == []  # no token for it
 
 
-def test_tekken_and_plain_bytes_encode_and_an_ordered_table_alone_does_not(tmp_path: Path) -> None:
-    identity, encode = read_vocabulary(tekken_path()), old_encoder(tekken_path())
+def test_tekken_and_plain_bytes_encode_and_an_ordered_table_alone_does_not(
+    mistral: VocabIdentity, tmp_path: Path
+) -> None:
+    identity, encode = mistral, old_encoder(tekken_path())
     assert [identity.tokens[token_id] for token_id in encode(b" tokenization\xff")] == [b" token", b"ization", b"\xff"]
     byte_identity().write(tmp_path / "bytes.json")
     assert old_encoder(tmp_path / "bytes.json")(b"a\xff") == [100, 258]
+    VocabIdentity((b"a",), ("normal",), source="bytes").write(tmp_path / "fewer.json")
+    assert old_encoder(tmp_path / "fewer.json")(b"ab") == [0]
     identity.write(tmp_path / "table.json")
     with pytest.raises(VocabularyError, match=r"an ordered table of tekken: .* give the tokenizer's own file"):
         old_encoder(tmp_path / "table.json")
@@ -460,3 +513,23 @@ def test_tokenizers_that_need_a_normalizer_still_encode_without_a_prefix(tmp_pat
     assert read_vocabulary(path).tokens == (b" ", b"a", b" a")
     assert old_encoder(path)(b"a") == [1] and old_encoder(path)(b" a") == [2]
     assert tokenizer.encode("a").ids == [2]
+
+
+def test_what_an_old_tokenizer_cannot_write_has_no_sub_tokens(piece_models: dict[str, bytes], tmp_path: Path) -> None:
+    words = {"[UNK]": 0, "a": 1, "##b": 2}
+    forms: list[tuple[dict[str, Any], list[int]]] = [
+        ({"type": "WordPiece", "vocab": words, "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+          "max_input_chars_per_word": 9}, [1, 2]),
+        ({"type": "WordLevel", "vocab": {"ab": 0}, "unk_token": "[UNK]"}, [0]),  # it raises: there is no [UNK]
+        ({"type": "Unigram", "vocab": [["ab", 0.0], ["a", -9.0], ["b", -9.0]], "unk_id": None}, [0]),
+    ]  # fmt: skip
+    for model, ids in forms:
+        encode = old_encoder(written(tmp_path, {"version": "1.0", "added_tokens": [], "model": model}))
+        assert encode(b"ab") == ids and encode("日".encode()) == []
+    assert old_encoder(written(tmp_path, piece_models["unigram"]))("☃".encode()) == []
+
+
+def test_a_tokenizer_comes_before_a_table_of_the_same_folder(byte_level: dict[str, Any], tmp_path: Path) -> None:
+    written(tmp_path, byte_level)
+    VocabIdentity.of_tokens(["of", "before"]).write(tmp_path / "vocabulary.json")
+    assert read_vocabulary(tmp_path).size == 332 and len(old_encoder(tmp_path)(b"the")) > 0

@@ -20,6 +20,7 @@ TABLE = VocabIdentity(
     (4, 0),
     "tokenizer.json",
 )
+TABLE_OF_ONE = VocabIdentity((b"a", b""), ("normal", "unused"))
 
 
 def test_equal_sizes_with_swapped_ids_are_different_vocabularies() -> None:
@@ -65,6 +66,11 @@ def test_roles_added_order_and_source_are_not_part_of_the_hash() -> None:
     other = VocabIdentity(TABLE.tokens, TABLE.kinds, {"eos": 0}, (0, 4), "sentencepiece")
     assert other.sha256 == TABLE.sha256 and other != TABLE
     assert VocabIdentity(TABLE.tokens, TABLE.kinds, {"bos": 0}, (4, 0), "table") == TABLE
+
+
+def test_the_name_that_a_file_gives_an_unused_id_is_no_token() -> None:
+    table = VocabIdentity((b"a", b"<unused0>"), ("normal", "unused"))
+    assert table.tokens == (b"a", b"") and table.sha256 == TABLE_OF_ONE.sha256
 
 
 def test_duplicates_are_legal_and_reported() -> None:
@@ -125,7 +131,8 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(tokens=["<s>", "a"]), "size: 5, but tokens has 2 entries"),
         (changed(tokens=["<s>", " the", 7, "", "cat"]), r"tokens\[2\]: expected an object, found 7"),
         (changed(tokens=["<s>", " the", {"base64": "?"}, "", "cat"]), r"tokens\[2\]: not base64"),
-        (changed(tokens=["<s>", " the", "\ud800", "", "cat"]), r"tokens\[2\]: a lone surrogate"),
+        (changed(tokens=["<s>", " the", "\ud800", "", "cat"]), r"tokens\[2\]: .* \(a lone surrogate\)"),
+        (changed(kinds=[["normal", True]]), r"kinds\[0\]: expected \[kind, count\]"),
         (changed(tokens=["<s>", " the", "dog", "", "cat"]), "hashes to .* but the file says .*edited or damaged"),
         (changed(kinds=[["normal", 10**12]]), r"kinds\[0\]: expected \[kind, count\] that add up to 5"),
         (changed(kinds=[["normal", 4]]), "5 tokens, but kinds of 4"),
@@ -157,3 +164,5 @@ def test_resizing_adds_unused_ids_and_never_removes_any() -> None:
 def test_an_empty_vocabulary_is_refused() -> None:
     with pytest.raises(VocabularyError, match="table: 0 ids; a vocabulary has 1 to 16,777,216"):
         VocabIdentity.of_tokens([])
+    with pytest.raises(VocabularyError, match=r"table: tokens\[1\]: .* is not Unicode text"):
+        VocabIdentity.of_tokens(["a", "\ud800"])

@@ -11,13 +11,18 @@ import pytest
 import torch
 
 import vocab_parallel.app
-from tests.byte_tokenizers import write_merged_bytes
+from tests.unit.releases import POLICY, identity_of
 from tests.unit.test_decoding_page import block_with
-from vocab_parallel import VocabLayout, VocabParallelEmbedding, VocabParallelLMHead, VocabShard, tie_weights
-from vocab_parallel.vocabulary import VocabMap
+from vocab_parallel import VocabLayout, VocabParallelEmbedding, VocabParallelLMHead, VocabShard, checkpoint, tie_weights
+from vocab_parallel.app.release import check_policy
+from vocab_parallel.checkpoint.release import promote
+from vocab_parallel.decode import Policy
+from vocab_parallel.vocabulary import VocabMap, migrate_model_
+from vocab_parallel.vocabulary.manifest import Manifest
 from vocab_parallel.vocabulary.manifest.rules import RULES
 
-PAGES = ("docs/vocabulary.md", "docs/checkpoints.md")
+ROOT = Path(__file__).parents[2]
+PAGES = ("docs/vocabulary.md", "docs/checkpoints.md", "README.md")
 
 
 def commands():
@@ -25,7 +30,7 @@ def commands():
     found = []
     for page in PAGES:
         text = Path(page).read_text(encoding="utf-8").replace("\\\n", " ")
-        lines = re.findall(r"^`?\$ python -m vocab_parallel ([^\n`]*)", text, re.M)
+        lines = re.findall(r"^(?:\$ (?:[^\n$`]*; )?)?python -m vocab_parallel ([^\n`|\[]*)$", text, re.M)
         found += [pytest.param(shlex.split(line.partition(";")[0], comments=True), id=line[:40]) for line in lines]
     assert len(found) > 20
     return found
@@ -41,29 +46,55 @@ def test_a_pages_command_is_one_that_the_app_takes(monkeypatch, words):
 
 
 def test_the_ordered_table_and_the_map_are_as_printed(monkeypatch, tmp_path, capsys):
-    write_merged_bytes(tmp_path)
     monkeypatch.chdir(tmp_path)
-    root = Path(__file__).parents[2]
     given: dict[str, object] = {}
-    exec(block_with(root / "docs/vocabulary.md", "read_vocabulary("), given)
+    exec(block_with(ROOT / "docs/vocabulary.md", "BpeTrainer("), given)
+    exec(block_with(ROOT / "docs/vocabulary.md", "read_vocabulary("), given)
     assert capsys.readouterr().out == "id 2 is 'a' in the first and 'ab' in the second\n"
-    exec(block_with(root / "docs/vocabulary.md", "VocabMap.from_vocabs("), given)
+    assert (given["identity"].size, given["identity"].special_ids) == (323, {"pad": 0, "bos": 1, "eos": 2})
+    exec(block_with(ROOT / "docs/vocabulary.md", "VocabMap.from_vocabs("), given)
     printed = capsys.readouterr().out
-    assert f"```\n{printed}```" in (root / "docs/vocabulary.md").read_text(encoding="utf-8")
+    assert f"```\n{printed}```" in (ROOT / "docs/vocabulary.md").read_text(encoding="utf-8")
 
 
-def test_a_migration_in_the_middle_of_a_run():
-    shard = VocabShard(VocabLayout(6, 1, multiple_of=2))
+def trained():
+    """What the pages' code begins with."""
+    shard = VocabShard(VocabLayout(9, 1, multiple_of=2))
     embedding, head = VocabParallelEmbedding(4, shard=shard), VocabParallelLMHead(4, shard=shard)
     tie_weights(embedding, head)
     model = torch.nn.ModuleDict({"embedding": embedding, "lm_head": head})
     optimizer = torch.optim.AdamW(model.parameters())
     head.loss(torch.randn(3, 4), torch.tensor([1, 2, 3])).backward()
     optimizer.step()
-    given = {"model": model, "optimizer": optimizer, "vocab_map": VocabMap.append(6, 2)}
+    return {"model": model, "optimizer": optimizer, "shard": shard, "step": 1, "identity": identity_of()}
+
+
+def test_a_migration_in_the_middle_of_a_run():
+    given = trained() | {"vocab_map": VocabMap.append(9, 2)}
     exec(block_with("docs/vocabulary.md", "migrate_model_(model"), given)
-    assert given["shard"].vocab_size == 8 and len(model["lm_head"].weight) >= 8
+    assert given["shard"].vocab_size == 11 and len(given["model"]["lm_head"].weight) >= 11
     assert not [check for check in given["report"].states if "exp_avg" not in check]
+
+
+def test_the_code_that_saves_loads_describes_and_releases(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    given = vars(checkpoint) | trained() | {"VocabMap": VocabMap, "migrate_model_": migrate_model_}
+    exec(block_with(ROOT / "docs/checkpoints.md", "AsyncSaver(shard"), given)
+    assert given["extra"] == {"seed": 1}
+    (tmp_path / "run").mkdir()
+    given |= {"folder": tmp_path / "run", "policy": Policy.from_dict(POLICY)}
+    given["checkpoint"] = checkpoint.save_checkpoint(
+        "b", given["model"], given["optimizer"], 2, manifest=Manifest.of(given["model"], identity=identity_of()),
+        identity=identity_of(),
+    )  # fmt: skip
+    exec(block_with(ROOT / "docs/vocabulary.md", "require_comparable(saved, here)"), given)
+    assert (tmp_path / "run" / "manifest.json").is_file()
+    assert {one.kind for one in given["differences"]} <= {"may tune", "informational"}
+    promote("releases", given["checkpoint"], policy=POLICY, check_policy=check_policy, copy=True)
+    exec(block_with(ROOT / "docs/checkpoints.md", "open_current("), given)
+    assert given["policy"].to_dict()["name"] == POLICY["name"]
+    exec(block_with(ROOT / "README.md", "VocabMap.append(shard.vocab_size, 64)"), given)
+    assert given["report"].shard.vocab_size == 9 + 64
 
 
 def test_the_field_table_is_the_one_that_compare_uses():

@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -15,11 +15,15 @@ from typing import NamedTuple
 import torch
 
 from vocab_parallel.checkpoint import latest_checkpoint
-from vocab_parallel.checkpoint.exchange.hugging_face import Exchanged, from_hugging_face, publish, to_hugging_face
+from vocab_parallel.checkpoint.exchange.hugging_face import Exchanged, from_hugging_face, to_hugging_face
+from vocab_parallel.checkpoint.exchange.megatron import from_megatron, to_megatron
+from vocab_parallel.checkpoint.exchange.megatron_files import CONFIG, TRACKER
 from vocab_parallel.checkpoint.exchange.safetensors_files import INDEX, NAME
+from vocab_parallel.checkpoint.exchange.targets import open_ours, publish, require_free
 from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
-from vocab_parallel.checkpoint.writing import METADATA, STATE
+from vocab_parallel.checkpoint.placing import METADATA, STATE
 from vocab_parallel.errors import ConfigError
+from vocab_parallel.integrations.deepspeed.exchange import from_deepspeed
 
 OURS, HUGGING_FACE, MEGATRON, DEEPSPEED = "ours", "hf", "megatron", "deepspeed"
 _WORDS = {
@@ -35,6 +39,7 @@ _MEANT_FOR: dict[str, tuple[tuple[str | None, str | None], ...]] = {
     "dtype": ((HUGGING_FACE, None), (None, HUGGING_FACE)),
     "tied": ((None, HUGGING_FACE),), "config": ((None, HUGGING_FACE),), "max_shard": ((None, HUGGING_FACE),),
     "rename": ((MEGATRON, None), (None, MEGATRON)), "padded_size": ((None, MEGATRON),),
+    "weights_only": ((MEGATRON, OURS),),
 }  # fmt: skip
 
 
@@ -55,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-shard", metavar="SIZE", help="bytes in one safetensors file, such as 5GB (the default)")
     add("--rename", action="append", metavar="NAME=NAME", help="a parameter's name in the source and in the target")
     add("--padded-size", type=int, metavar="P", help="rows of the tables in Megatron")
+    add("--weights-only", action="store_true", default=None, help="leave the optimizer's state in Megatron")
     add("--overwrite", action="store_true", help="replace a target that is there")
 
 
@@ -66,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         wanted = args.to or (HUGGING_FACE if kind == OURS else OURS)
         _check(args, kind, wanted)
         print(f"found    {source}: {_WORDS[kind]}", flush=True)
-        with _target(Path(args.target), args.overwrite) as target:
+        with _target(Path(args.target), source, args.overwrite) as target:
             written = _convert(args, kind, source, wanted, target)
     except OSError as error:
         raise ConfigError(str(error)) from error
@@ -94,67 +100,70 @@ def tell(path: Path) -> Source:
     for folder in (path / "checkpoints", path):
         if (latest := latest_checkpoint(folder)) is not None:
             return Source(OURS, latest)
-    if (path / "latest_checkpointed_iteration.txt").is_file() or _holds(path, METADATA, "metadata.json"):
+        if steps := sorted(folder.glob("step-*/latest")):  # of a run with host=deepspeed
+            return Source(DEEPSPEED, steps[-1].parent)
+    if _holds(path, TRACKER) or (_holds(path, METADATA) and _holds(path, CONFIG)):
         return Source(MEGATRON, path)
-    if (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt")):
+    if not _holds(path, NAME, INDEX) and (_holds(path, "latest") or any(path.glob("*mp_rank_*_model_states.pt"))):
         return Source(DEEPSPEED, path)
-    if any((path / name).is_file() for name in (NAME, INDEX, "config.json")):
+    if _holds(path, NAME, INDEX, "config.json"):
         return Source(HUGGING_FACE, path)
     held = ", ".join(sorted(one.name for one in path.iterdir())[:6]) or "nothing"
     raise ConfigError(
-        f"{path} is no format that is known here. Expected {STATE} (or a run folder), {NAME} or {INDEX}, metadata.json "
-        f"with {METADATA}, or a DeepSpeed tag; it holds {held}"
+        f"{path} is no format that is known here. Expected {STATE} (or a run folder), {NAME} or {INDEX}, {CONFIG} with "
+        f"{METADATA}, or a DeepSpeed tag; it holds {held}"
     )
 
 
 def _convert(args: argparse.Namespace, kind: str, source: Path, wanted: str, target: Path) -> int:
     """By way of a checkpoint of ours; returns the bytes written."""
     if kind == OURS:
-        _show(open_checkpoint(source))
+        _show(open_ours(source, verify=False))
         return _export(args, source, wanted, target)
     if wanted == OURS:
-        _import(args, kind, source, target)
+        _import(args, kind, source, target, optimizer=not args.weights_only)
         stored = open_checkpoint(target)
         _show(stored)
         return sum(int(file["bytes"]) for file in stored.state["files"].values())
     between = target.parent / f".{target.name}.ours"
     try:
         shutil.rmtree(between, ignore_errors=True)
-        _import(args, kind, source, between)
-        _show(open_checkpoint(between))
+        _import(args, kind, source, between, optimizer=False)
+        _show(open_ours(between, verify=False))
         return _export(args, between, wanted, target)
     finally:
         shutil.rmtree(between, ignore_errors=True)
 
 
-def _import(args: argparse.Namespace, kind: str, source: Path, target: Path) -> None:
+def _import(args: argparse.Namespace, kind: str, source: Path, target: Path, *, optimizer: bool) -> None:
     tp_size, multiple_of = args.tp or 1, args.multiple_of or 128
     if kind == HUGGING_FACE:
-        tables = args.tables.split(",") if args.tables else None
+        tables = [name.strip() for name in args.tables.split(",")] if args.tables else None
         done = from_hugging_face(
             source, target, tp_size=tp_size, multiple_of=multiple_of, vocab_size=args.vocab_size, dtype=_dtype(args),
             tables=tables,
         )  # fmt: skip
         _notes(done)
     elif kind == MEGATRON:
-        from vocab_parallel.checkpoint.exchange.megatron import from_megatron
-
         from_megatron(
-            source, target, vocab_size=args.vocab_size, tp_size=tp_size, rename=_renamed(args), multiple_of=multiple_of
-        )
+            source, target, vocab_size=args.vocab_size, tp_size=tp_size, rename=_renamed(args), multiple_of=multiple_of,
+            optimizer=optimizer,
+        )  # fmt: skip
         stored = open_checkpoint(target).state
         real, padded = stored["layout"]["vocab_size"], stored["extra"].get("megatron", {}).get("padded_size", 0)
         if padded > real:
             print(f"note     {padded - real:,} rows past vocab_size {real:,} are padding and are left out")
     else:
-        _from_deepspeed()(source, target, tp_size=tp_size, vocab_size=args.vocab_size, multiple_of=multiple_of)
+        from_deepspeed(source, target, tp_size=tp_size, vocab_size=args.vocab_size, multiple_of=multiple_of)
 
 
 def _export(args: argparse.Namespace, source: Path, wanted: str, target: Path) -> int:
     if wanted == MEGATRON:
-        from vocab_parallel.checkpoint.exchange.megatron import to_megatron
-
         to_megatron(source, target, padded_size=args.padded_size, rename=_renamed(args))
+        stored = open_checkpoint(source)
+        left = sum(not key.startswith("model.") for key in stored.tensors)
+        if left and "megatron" not in stored.state["extra"]:
+            print(f"note     {left:,} tensors of an optimizer that was not Megatron's are left out")
         return sum(one.stat().st_size for one in target.iterdir() if one.is_file())
     done = to_hugging_face(
         source, target, dtype=_dtype(args), tied=args.tied, config=args.config, max_shard_bytes=_size(args.max_shard)
@@ -163,23 +172,13 @@ def _export(args: argparse.Namespace, source: Path, wanted: str, target: Path) -
     return done.bytes
 
 
-def _from_deepspeed() -> Callable[..., Path]:
-    try:
-        from vocab_parallel.integrations.deepspeed.exchange import from_deepspeed
-    except ModuleNotFoundError as error:
-        raise ConfigError(f'to read it: pip install "vocab-parallel[deepspeed]" ({error})') from error
-    found: Callable[..., Path] = from_deepspeed
-    return found
-
-
 @contextmanager
-def _target(final: Path, overwrite: bool) -> Iterator[Path]:
+def _target(final: Path, source: Path, overwrite: bool) -> Iterator[Path]:
     """The folder to write: beside one that is to be replaced, until it is whole."""
+    require_free(final, source, overwrite=overwrite)
     if not final.exists():
         yield final
         return
-    if not overwrite:
-        raise ConfigError(f"{final} exists: give another name, or --overwrite to replace it")
     aside = final.parent / f".{final.name}.converted"
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -240,12 +239,13 @@ def _dtype(args: argparse.Namespace) -> torch.dtype | None:
 
 
 def _renamed(args: argparse.Namespace) -> dict[str, str] | None:
-    if not args.rename:
-        return None
-    pairs: Sequence[Sequence[str]] = [word.split("=") for word in args.rename]
-    if wrong := next((word for word, pair in zip(args.rename, pairs, strict=True) if len(pair) != 2), None):
-        raise ConfigError(f"--rename {wrong}: expected NAME=NAME, in the source and in the target")
-    return {pair[0]: pair[1] for pair in pairs}
+    made: dict[str, str] = {}
+    for word in args.rename or ():
+        there, equals, here = word.partition("=")
+        if not (there and equals and here) or "=" in here or there in made:
+            raise ConfigError(f"--rename {word}: expected NAME=NAME, in the source and in the target, each name once")
+        made[there] = here
+    return made or None
 
 
 def _size(text: str | None) -> int:
@@ -260,4 +260,4 @@ def _size(text: str | None) -> int:
 
 
 def _holds(path: Path, *names: str) -> bool:
-    return all((path / name).is_file() for name in names)
+    return any((path / name).is_file() for name in names)

@@ -278,7 +278,8 @@ def _cache_root(config: DataConfig) -> Path:
 
 
 def _key(config: DataConfig, vocabulary: Vocabulary, files: list[Path]) -> str:
-    digest = hashlib.sha256(f"{FORMAT} {vocabulary.sha256} {config.max_bytes}\n".encode())
+    encoded = f"{vocabulary.encoding_sha256} {vocabulary.bos} {vocabulary.eos}"
+    digest = hashlib.sha256(f"{FORMAT} {encoded} {config.max_bytes}\n".encode())
     for file in files:
         stat = file.stat()
         digest.update(f"{file.absolute()}\t{stat.st_size}\t{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))

@@ -12,7 +12,7 @@ from vocab_parallel.checkpoint import latest_checkpoint
 from vocab_parallel.checkpoint.manifest_check import disagreements
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.vocabulary.manifest import NAME, Manifest, TensorSpec
-from vocab_parallel.vocabulary.manifest.comparison import MUST, compare, show
+from vocab_parallel.vocabulary.manifest.comparison import MUST, compare, printable, show
 from vocab_parallel.vocabulary.manifest.rules import COMPARE, LOAD
 
 _SHOWN = 12  # tensors, unless all are wanted
@@ -26,7 +26,7 @@ _TITLES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of ``manifest``."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="show|compare|verify")
-    where = "a manifest.json, a checkpoint folder, or a run folder (its latest checkpoint's)"
+    where = "a manifest.json, a checkpoint, or a folder of checkpoints or of a run (its latest checkpoint's)"
     action = actions.add_parser("show", help="print a manifest as a table")
     action.add_argument("path", help=where)
     action.add_argument("--all", action="store_true", help="every tensor")
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions.add_parser("compare", help="print every difference; status 1 if one is of what must match")
     action.add_argument("path", help=where)
     action.add_argument("other", help=where)
+    action.add_argument("--all", action="store_true", help="every tensor")
     action.add_argument(
         "--for", dest="purpose", choices=(LOAD, COMPARE), help="what the two are wanted for; without it both"
     )
@@ -48,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
         print(manifest.to_text() if args.json else table(manifest, everything=args.all), end="")
         return 0
     if args.action == "compare":
-        return _compare(args.path, args.other, args.purpose)
+        return _compare(args.path, args.other, args.purpose, everything=args.all)
     return _verify(args.path)
 
 
@@ -63,8 +64,7 @@ def find(path: str | Path) -> Path:
         return path
     if not path.is_dir():
         raise ConfigError(f"{path} is not there: expected a {NAME}, a checkpoint folder or a run folder")
-    latest = latest_checkpoint(path / "checkpoints")
-    for folder in (latest, path):
+    for folder in (latest_checkpoint(path / "checkpoints"), path, latest_checkpoint(path)):
         if folder is not None and (folder / NAME).is_file():
             return folder / NAME
     raise ConfigError(f"{path} holds no {NAME}: expected a checkpoint folder or a run folder that `train` wrote")
@@ -109,17 +109,22 @@ def _rows(group: Mapping[str, Any], everything: bool) -> Iterator[tuple[str, str
             yield name, show(value)
 
 
-def _compare(path: str, other: str, purpose: str | None) -> int:
+def _compare(path: str, other: str, purpose: str | None, *, everything: bool) -> int:
     places = [find(path), find(other)]
     a, b = (Manifest.read(place) for place in places)
     print(f"a: {places[0]}\nb: {places[1]}")
     found = compare(a, b, purpose)
     for kind, title in _TITLES.items():
         rows = [one for one in found if one.kind == kind]
+        first = [at for at, one in enumerate(rows) if one.field.startswith("checkpoint.tensors.")]
+        left = set() if everything else set(first[_SHOWN:])
         if rows:
             print(f"\n{title}")
-        for one in rows:
-            print(f"  {one.field}: {show(one.a)} | {show(one.b)}\n    {one.why}")
+        for at, one in enumerate(rows):
+            if at not in left:
+                print(f"  {one.field}: {show(one.a)} | {show(one.b)}\n    {one.why}")
+        if left:
+            print(f"  and {len(left)} more of checkpoint.tensors: --all")
     if not found:
         print("\nno difference")
     return 1 if any(one.kind == MUST for one in found) else 0
@@ -131,7 +136,7 @@ def _verify(path: str) -> int:
         raise ConfigError(f"{place} lies beside no checkpoint: expected a checkpoint folder, or a run folder with one")
     found = disagreements(place.parent)
     for line in found:
-        print(line)
-    print(f"{place.parent}: {f'{len(found)} disagreements' if found else 'the manifest and all files agree'}",
-          file=sys.stderr if found else sys.stdout)  # fmt: skip
+        print(printable(line))
+    words = f"{len(found)} disagreement{'s' if len(found) > 1 else ''}" if found else "the manifest and all files agree"
+    print(f"{place.parent}: {words}", file=sys.stderr if found else sys.stdout)
     return 1 if found else 0

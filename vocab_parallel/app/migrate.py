@@ -14,15 +14,19 @@ from pathlib import Path
 
 from vocab_parallel.app.migrating import Source, Vocabularies, find_source, make_map
 from vocab_parallel.checkpoint.files import open_checkpoint
+from vocab_parallel.checkpoint.migration.assets import known_vocabulary
 from vocab_parallel.checkpoint.migration.checks import check_migration
-from vocab_parallel.checkpoint.migration.migrating import migrate_checkpoint, require_rows
+from vocab_parallel.checkpoint.migration.migrating import migrate_checkpoint, require_change, require_rows
 from vocab_parallel.checkpoint.migration.report import MigrationReport, Table
-from vocab_parallel.checkpoint.writing import MANIFEST, json_bytes, open_aside, write_file
+from vocab_parallel.checkpoint.placing import open_aside
+from vocab_parallel.checkpoint.writing import MANIFEST, json_bytes, write_file
 from vocab_parallel.errors import CheckpointLayoutError, ConfigError, NonFiniteError
 from vocab_parallel.layout import VocabLayout
+from vocab_parallel.vocabulary.files import write_whole
 from vocab_parallel.vocabulary.manifest import Manifest
+from vocab_parallel.vocabulary.manifest.manifest import vocabulary_of
 from vocab_parallel.vocabulary.migration.conformance import ConformanceReport
-from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit, parse_init
+from vocab_parallel.vocabulary.migration.initialization import RowInit, parse_init, without_sources
 
 REPORT = "migration.json"
 
@@ -86,7 +90,7 @@ def _migrate_checkpoint(args: argparse.Namespace, source: Source, found: Vocabul
     assert source.checkpoint is not None
     report, checked = _migrate(args, source.checkpoint, target, found, init)
     if checked is not None:
-        write_file(target.parent / f"{target.name}.{REPORT}", _as_json(report, checked))
+        write_whole(target.parent / f"{target.name}.{REPORT}", _as_json(report, checked))
     return report, checked
 
 
@@ -125,15 +129,16 @@ def _migrate_hugging_face(args: argparse.Namespace, source: Source, found: Vocab
     from vocab_parallel.checkpoint.exchange.hugging_face import from_hugging_face, to_hugging_face
 
     target = Path(args.target)
+    plan = _plan_hugging_face(args, source, found, init)  # refuses before anything large is read
     if args.dry_run:
-        return _plan_hugging_face(args, source, found, init), None
+        return plan, None
     aside = open_aside(target)
     try:
         read = from_hugging_face(source.path, aside / "old", vocab_size=source.rows, tp_size=args.tp or 1)
         report, checked = _migrate(args, aside / "old", aside / "new", found, init)
         assert checked is not None
         written = to_hugging_face(aside / "new", aside / "model", verify=False)  # the checks have read all of it
-        notes = (*read.notes, *report.notes, *written.notes)
+        notes = tuple(dict.fromkeys((*read.notes, *report.notes, *written.notes)))
         report = dataclasses.replace(report, source=source.path, target=target, notes=notes)
         write_file(aside / "model" / REPORT, _as_json(report, checked))
         os.replace(aside / "model", target)
@@ -144,21 +149,29 @@ def _migrate_hugging_face(args: argparse.Namespace, source: Source, found: Vocab
 
 def _plan_hugging_face(args: argparse.Namespace, source: Source, found: Vocabularies, init: RowInit) -> MigrationReport:
     """What a migration would do, from the headers of the files."""
+    from vocab_parallel.checkpoint.exchange.hugging_face_assets import identity_of
     from vocab_parallel.checkpoint.exchange.hugging_face_names import find_tables
     from vocab_parallel.checkpoint.exchange.safetensors_files import open_safetensors
 
-    files, rows = open_safetensors(source.path), found.map.new_size
+    target, vocab_map = Path(args.target), found.map
+    require_rows(source.path, source.rows, vocab_map)
+    own = identity_of(source.path, source.rows, notes := list[str]())
+    known = known_vocabulary(source.path, own.sha256 if own else None, lambda: own, vocab_map, found.new)
+    require_change(source.path, target, vocab_map, known)
+    init.check(vocab_map)
+    files = open_safetensors(source.path)
     named = find_tables(source.path, files, source.rows, None).names
-    require_rows(source.path, source.rows, found.map)
-    init.check(found.map)
     size = 0
     for name, place in files.places.items():
-        shape = (rows, *place.shape[1:]) if name in named else place.shape
+        shape = (vocab_map.new_size, *place.shape[1:]) if name in named else place.shape
         size += math.prod(shape) * place.dtype.itemsize
-    tables = tuple(Table(name, f"model.{name}", None, ()) for name in named)
-    layout = VocabLayout(rows, args.tp or 1)
-    without = len(init.without_sources(found.map)) if isinstance(init, MeanOfSources) else 0
-    return MigrationReport(source.path, Path(args.target), found.map, str(init), layout, tables, size, without, ())
+    return MigrationReport(
+        source.path, target, vocab_map, str(init), VocabLayout(vocab_map.new_size, args.tp or 1),
+        tables=tuple(Table(name, f"model.{name}", None, ()) for name in named),
+        bytes=size,
+        without_sources=without_sources(init, vocab_map),
+        notes=(*notes, *known.notes),
+    )  # fmt: skip
 
 
 def _migrate(
@@ -189,7 +202,9 @@ def _write_run_manifest(run: Path, aside: Path, checkpoint: Path, report: Migrat
         return
     tensors = open_checkpoint(checkpoint).tensors
     specs = {key: value for key, value in tensors.items() if key.startswith("model.")}
-    moved = Manifest.read(run).moved(specs, report.layout, identity=found.new)
+    moved = Manifest.read(run).moved(
+        specs, report.layout, vocabulary=vocabulary_of(report.layout.vocab_size, found.new, None)
+    )
     notes = {**moved.notes, "vocabulary": found.new_name}
     dataclasses.replace(moved, notes=notes).write(aside / MANIFEST)
 

@@ -13,7 +13,8 @@ from vocab_parallel.checkpoint import latest_checkpoint
 from vocab_parallel.checkpoint.exchange.hugging_face_names import CONFIG, ModelConfig
 from vocab_parallel.checkpoint.files import open_checkpoint
 from vocab_parallel.checkpoint.migration.assets import VOCABULARY, vocabulary_sha256
-from vocab_parallel.checkpoint.writing import ASSETS, is_whole
+from vocab_parallel.checkpoint.placing import is_whole
+from vocab_parallel.checkpoint.writing import ASSETS
 from vocab_parallel.errors import CheckpointLayoutError, ConfigError, VocabularyError
 from vocab_parallel.vocabulary.formats import find_file, read_vocabulary
 from vocab_parallel.vocabulary.formats.encoders import old_encoder
@@ -102,25 +103,29 @@ def make_map(args: argparse.Namespace, source: Source, init: RowInit) -> Vocabul
             "say which ids move where: --new-vocab PATH (with --old-vocab PATH, if the source carries no vocabulary), "
             "or --map FILE (with --new-vocab PATH, to carry the new tokenizer along), or --append N"
         )
+    new, notes = None if args.new_vocab is None else read_named(args.new_vocab), tuple[str, ...]()
     if args.append is not None:
-        made = VocabMap.append(source.rows, args.append, old_sha256=source.sha256)
-        return Vocabularies(made, _own_identity(source), None, None)
-    new = None if args.new_vocab is None else read_named(args.new_vocab)
-    if args.map is not None:
-        made = VocabMap.read(args.map, allow_drop=args.allow_drop)
-        old = _own_identity(source)
-        return Vocabularies(made, old if old and old.size == made.old_size else None, new, args.new_vocab)
-    assert new is not None
-    name = args.old_vocab or source.tokenizer
-    if name is None:
-        raise ConfigError(f"{source.path} carries no vocabulary of its own: give it by --old-vocab PATH")
-    plain = read_named(name)
-    old = plain if plain.size >= source.rows else plain.resized(source.rows)
-    encode, notes = _encoder(name) if isinstance(init, MeanOfSources) else (None, ())
-    made = VocabMap.from_vocabs(old, new, encode=encode, allow_drop=args.allow_drop)
-    if source.sha256 == plain.sha256:
-        made = dataclasses.replace(made, old_sha256=plain.sha256)  # without the unused ids of further rows
-    return Vocabularies(made, old, new, args.new_vocab, notes)
+        made, old = VocabMap.append(source.rows, args.append, old_sha256=source.sha256), _own_identity(source)
+    elif args.map is not None:
+        made, old = VocabMap.read(args.map, allow_drop=args.allow_drop), _own_identity(source)
+    else:
+        assert new is not None
+        if (name := args.old_vocab or source.tokenizer) is None:
+            raise ConfigError(f"{source.path} carries no vocabulary of its own: give it by --old-vocab PATH")
+        plain = read_named(name)
+        if plain.size > source.rows:
+            raise ConfigError(
+                f"{name} has {plain.size:,} old ids, {source.path} has {source.rows} rows. Either it is another "
+                f"model's tokenizer: give the right one by --old-vocab; or {plain.size - source.rows:,} of its tokens "
+                f"have no row: give them one first, python -m vocab_parallel migrate {source.path} <longer> --append "
+                f"{plain.size - source.rows}"
+            )
+        old = _with_rows(plain, source.rows)
+        encode, notes = _encoder(name) if isinstance(init, MeanOfSources) else (None, ())
+        made = VocabMap.from_vocabs(old, new, encode=encode, allow_drop=args.allow_drop)
+        if source.sha256 == plain.sha256:
+            made = dataclasses.replace(made, old_sha256=plain.sha256)  # without the unused ids of further rows
+    return Vocabularies(made, old if old and old.size == made.old_size else None, new, args.new_vocab, notes)
 
 
 def read_named(name: str) -> VocabIdentity:
@@ -165,10 +170,14 @@ def _own_tokenizer(folder: Path) -> str | None:
 
 def _own_identity(source: Source) -> VocabIdentity | None:
     """The source's own ordered table, for the texts of its tokens."""
-    if source.checkpoint is not None and (source.checkpoint / VOCABULARY).is_file():
-        return VocabIdentity.read(source.checkpoint / VOCABULARY)
-    found = None if source.tokenizer is None else read_named(source.tokenizer)
-    return found if found is None or found.size >= source.rows else found.resized(source.rows)
+    table = None if source.checkpoint is None else source.checkpoint / VOCABULARY
+    name = str(table) if table is not None and table.is_file() else source.tokenizer
+    return None if name is None else _with_rows(read_named(name), source.rows)
+
+
+def _with_rows(identity: VocabIdentity, rows: int) -> VocabIdentity:
+    """With unused ids, where a model has more rows than its tokenizer has tokens."""
+    return identity if identity.size >= rows else identity.resized(rows)
 
 
 def _no_checkpoint(run: Path) -> str:

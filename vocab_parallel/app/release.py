@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vocab_parallel.app.config import load
 from vocab_parallel.app.decoding import Search, load_policy
+from vocab_parallel.app.vocabulary import tekken_path
 from vocab_parallel.checkpoint import latest_checkpoint, open_checkpoint
+from vocab_parallel.checkpoint.migration.assets import is_tokenizer_file
 from vocab_parallel.checkpoint.release import list_bundles, promote, rollback, verify
 from vocab_parallel.checkpoint.release.bundle import Bundle, is_id
 from vocab_parallel.decode.policy import Policy
@@ -27,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions.add_parser("promote", help="bundle a checkpoint with all that belongs to it, and put it into use")
     action.add_argument("releases", help="the folder of releases; made if it is not there")
     action.add_argument("checkpoint", help="a checkpoint, a run folder (its latest), or a bundle to use again")
-    action.add_argument("--tokenizer", help="its file or folder; default: what the checkpoint carries along")
+    action.add_argument("--tokenizer", help="its file or folder; default: that of the checkpoint, or of its run")
     action.add_argument("--policy", help="a policy file (YAML or JSON) or a preset; default: that of the manifest")
     action.add_argument("--acceptance", help="a JSON file: evaluation corpus and split, thresholds, results")
     action.add_argument("--migration", help="the report of a migrated checkpoint; default: found beside it")
@@ -62,7 +65,7 @@ def _promote(args: argparse.Namespace) -> int:
     bundle = promote(
         args.releases,
         checkpoint,
-        tokenizer=args.tokenizer,
+        tokenizer=args.tokenizer or _tokenizer_of_run(checkpoint),
         policy=None if args.policy is None else _policy(args.policy, checkpoint),
         acceptance=None if args.acceptance is None else read_json(Path(args.acceptance), "acceptance criteria"),
         migration=None if args.migration is None else read_json(Path(args.migration), "the report of a migration"),
@@ -140,15 +143,30 @@ def _described(bundle: Bundle) -> str:
 
 def _checkpoint(path: Path) -> Path:
     """A checkpoint, or the latest of a run."""
+    path = path.resolve() if path.is_symlink() else path  # `current` among them
     if is_id(path.name) or (path / "state.json").is_file():
         return path
     latest = latest_checkpoint(path / "checkpoints")
     if latest is None:
         raise ConfigError(
-            f"{path} is neither a checkpoint nor a run folder with one. From a Hugging Face directory: "
+            f"{path} is neither a checkpoint nor a run folder with one. From another format: "
             f"python -m vocab_parallel convert {path} <checkpoint>"
         )
     return latest
+
+
+def _tokenizer_of_run(checkpoint: Path) -> Path | None:
+    """Where the run of a checkpoint has its tokenizer; None: in the checkpoint, or plain bytes, which have none."""
+    run = checkpoint.parent.parent
+    if checkpoint.parent.name != "checkpoints" or not (run / "config.yaml").is_file():
+        return None
+    if any(is_tokenizer_file(path.name) for path in checkpoint.glob("assets/*")):
+        return None
+    try:
+        name = load(run).data.vocab
+        return None if name == "bytes" else tekken_path() if name == "tekken" else Path(name)
+    except ConfigError as error:
+        raise ConfigError(f"{run / 'config.yaml'}: {error}. Say where its tokenizer is: --tokenizer PATH") from error
 
 
 def _policy(source: str, checkpoint: Path) -> dict[str, Any]:

@@ -22,7 +22,10 @@ from vocab_parallel.app.memory import peak_process_bytes
 from vocab_parallel.app.optim import learning_rate
 from vocab_parallel.app.progress import Progress
 from vocab_parallel.app.vocabulary import Vocabulary, open_vocabulary
+from vocab_parallel.checkpoint.together import agree, caught
+from vocab_parallel.checkpoint.writing import MANIFEST
 from vocab_parallel.errors import ConfigError, VocabParallelError
+from vocab_parallel.shard import RankGroup
 from vocab_parallel.vocabulary.manifest import (
     LossContract,
     Manifest,
@@ -56,6 +59,9 @@ def train(config: Config) -> dict[str, Any]:
             from vocab_parallel.app.closing import close_run
 
             return close_run(run, started)
+        except Exception:
+            run.host.finish_saving(failed=True)
+            raise
         finally:
             run.close()
 
@@ -231,13 +237,17 @@ class Run:
 
     def _resume(self) -> tuple[int, Path]:
         folder = Path(self.config.train.resume or "")
-        latest = self.host.latest(folder / "checkpoints")
+        latest = self.job.agree(self.host.latest(folder / "checkpoints"))  # one that is new is not seen everywhere
         if latest is None:
             raise ConfigError(
                 f"nothing to resume: {folder}/checkpoints holds no whole checkpoint of host={self.config.host}"
             )
-        own = (latest / "manifest.json").is_file()  # else the run's: every checkpoint of a run is of one kind
-        require_loadable(Manifest.read(latest if own else folder), self.manifest(), where=str(latest))
+
+        def compare() -> None:
+            own = (latest / MANIFEST).is_file()  # else the run's: every checkpoint of a run is of one kind
+            require_loadable(Manifest.read(latest if own else folder), self.manifest(), where=str(latest))
+
+        agree(RankGroup(self.job.group), f"resume {latest.name}", caught(f"{latest} cannot be resumed", compare))
         return self.host.load(latest, vocabulary_sha256=self.vocabulary.sha256) + 1, folder
 
     def _opening(self) -> str:

@@ -43,8 +43,13 @@ def data_offset(file: IO[bytes], piece: Piece, dtype: torch.dtype) -> int | None
             header = window.read(30)
             name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
             return int(entries[0].header_offset) + 30 + name + extra
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise CheckpointLayoutError(f"{file.name} is damaged at {piece.start} ({error})") from error
+    except Exception as error:  # a broken archive raises nearly anything
+        raise damaged_at(file, piece, error) from error
+
+
+def damaged_at(file: IO[bytes], piece: Piece, error: Exception) -> CheckpointLayoutError:
+    """The words for a block that cannot be read."""
+    return CheckpointLayoutError(f"{file.name} is damaged at byte {piece.start} ({type(error).__name__}: {error})")
 
 
 def read_runs(

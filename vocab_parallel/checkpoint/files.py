@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from vocab_parallel.checkpoint.blocks import Piece, Window, data_offset, read_runs
+from vocab_parallel.checkpoint.blocks import Piece, Window, damaged_at, data_offset, read_runs
 from vocab_parallel.checkpoint.metadata import PlainReader, inside
-from vocab_parallel.checkpoint.writing import FORMAT, METADATA, STATE, described, is_whole
+from vocab_parallel.checkpoint.placing import METADATA, STATE, is_whole
+from vocab_parallel.checkpoint.writing import FORMAT, described
 from vocab_parallel.errors import CheckpointLayoutError
 
 _LARGEST_JSON = 256 * 2**20
@@ -39,7 +40,9 @@ def read_state(path: Path) -> dict[str, Any]:
         CheckpointLayoutError: `path` is not a whole checkpoint of this format.
     """
     if not is_whole(path):
-        raise CheckpointLayoutError(f"{path} is not a whole checkpoint: expected {STATE} and {METADATA} in it")
+        inner = sorted(one.parent for pattern in ("*", "checkpoints/*") for one in path.glob(f"{pattern}/{STATE}"))
+        hint = f". Did you mean {inner[-1]}?" if inner else ""
+        raise CheckpointLayoutError(f"{path} is not a whole checkpoint: expected {STATE} and {METADATA} in it{hint}")
     file = path / STATE
     if file.stat().st_size > _LARGEST_JSON:
         raise CheckpointLayoutError(f"{file} has {file.stat().st_size} bytes, expected at most {_LARGEST_JSON}")
@@ -65,17 +68,17 @@ def read_state(path: Path) -> dict[str, Any]:
 def _check_values(file: Path, state: dict[str, Any]) -> None:
     """What a reader counts on without looking again."""
 
-    def number(value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, complex)
-
+    layout = state["layout"]
     good = {
-        "step": not isinstance(state["step"], bool) and state["step"] >= 0,
-        "layout": all(type(one) is int and 1 <= one <= 2**40 for one in state["layout"].values()),
+        "step": type(state["step"]) is int and 0 <= state["step"] < 2**63,
+        "layout": layout.keys() == {"vocab_size", "padded_size", "tp_size"}
+        and all(type(one) is int and 1 <= one <= 2**40 for one in layout.values())
+        and layout["vocab_size"] <= layout["padded_size"] and layout["padded_size"] % layout["tp_size"] == 0,
         "tables": all(isinstance(one, str) for one in state["tables"]),
         "ties": all(isinstance(one, str) for one in state["ties"].values()),
-        "scalars": all(number(one) for one in state["scalars"].values()),
-        "files": all(isinstance(one, dict) for one in state["files"].values()),
-    }
+        "scalars": all(isinstance(one, int | float) and abs(one) < 2**63 for one in state["scalars"].values()),
+        "files": METADATA in state["files"] and all(isinstance(one, dict) for one in state["files"].values()),
+    }  # fmt: skip
     for name in (name for name, fits in good.items() if not fits):
         raise CheckpointLayoutError(f"{file}: {name} holds values that cannot be: {str(state[name])[:80]}")
 
@@ -96,6 +99,7 @@ class StoredTensors:
             if isinstance(entry, TensorStorageMetadata)
         }
         self.data_offsets: dict[Piece, int | None] = {}
+        self._row_bounds: dict[str, Tensor] = {}
 
     @cached_property
     def pieces(self) -> dict[str, list[Piece]]:
@@ -120,7 +124,7 @@ class StoredTensors:
         """Rows `[start, stop)` of a tensor; a 0-dimensional one whole.
 
         Memory:
-            Those rows, and one block where a block is cut over another dimension than the first.
+            Those rows, twice where a block is cut over another dimension than the first.
         """
         dtype, size = self._entry(key)
         if not size:
@@ -138,14 +142,27 @@ class StoredTensors:
         result = torch.frombuffer(buffer, dtype=dtype).view(shape) if buffer else torch.empty(shape, dtype=dtype)
         filled, pieces = 0, self.pieces[key]
         ordered, places = torch.sort(ids, stable=True)
-        bounds = torch.tensor([(piece.offsets[0], piece.offsets[0] + piece.sizes[0]) for piece in pieces]).view(-1, 2)
-        for piece, (begin, end) in zip(pieces, torch.searchsorted(ordered, bounds).tolist(), strict=True):
-            if begin < end:
-                filled += (end - begin) * math.prod(piece.sizes[1:])
-                self._take(piece, ordered[begin:end] - piece.offsets[0], result, buffer, places[begin:end])
+        edges = torch.searchsorted(ordered, self._bounds(key))
+        hit = edges[:, 0] < edges[:, 1]
+        for at, (begin, end) in zip(hit.nonzero()[:, 0].tolist(), edges[hit].tolist(), strict=True):
+            filled += (end - begin) * math.prod(pieces[at].sizes[1:])
+            self._take(pieces[at], ordered[begin:end] - pieces[at].offsets[0], result, buffer, places[begin:end])
         if filled != result.numel():
             raise CheckpointLayoutError(f"{self.path}: the files do not hold all rows of {key}")
         return result
+
+    def require_all_rows(self, key: str) -> None:
+        """Raises if blocks of a tensor are missing."""
+        held = sum(math.prod(piece.sizes) for piece in self.pieces[key])
+        if held != math.prod(self.tensors[key][1]):
+            raise CheckpointLayoutError(f"{self.path}: the files do not hold all rows of {key}")
+
+    def _bounds(self, key: str) -> Tensor:  # -> int64 [blocks, 2]
+        """First row of each block, and the one after its last."""
+        if key not in self._row_bounds:
+            pairs = [(piece.offsets[0], piece.offsets[0] + piece.sizes[0]) for piece in self.pieces[key]]
+            self._row_bounds[key] = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        return self._row_bounds[key]
 
     def _entry(self, key: str) -> tuple[torch.dtype, torch.Size]:
         if key not in self.tensors:
@@ -154,21 +171,23 @@ class StoredTensors:
 
     def _take(self, piece: Piece, rows: Tensor, result: Tensor, buffer: bytearray, places: Tensor) -> None:
         """Copies `rows` of a block to `places` of the result, which lies in `buffer`."""
-        dtype, whole_rows = result.dtype, piece.sizes[1:] == tuple(result.shape[1:])
+        dtype, row_bytes = result.dtype, math.prod(piece.sizes[1:]) * result.dtype.itemsize
         with self._open(piece) as file:
-            if whole_rows and piece not in self.data_offsets:
+            if piece not in self.data_offsets:
                 self.data_offsets[piece] = data_offset(file, piece, dtype)
-            at = self.data_offsets[piece] if whole_rows else None
-            if at is None:
-                value = self._load(file, piece, dtype)[rows]
-                window: Any = (
-                    places,
-                    *(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.sizes[1:], strict=True)),
-                )
-                result[window] = value
+            at = self.data_offsets[piece]
+            if at is not None and piece.sizes[1:] == tuple(result.shape[1:]):
+                read_runs(file, piece.start + at, rows, memoryview(buffer), row_bytes, places)
                 return
-            row_bytes = math.prod(result.shape[1:]) * dtype.itemsize
-            read_runs(file, piece.start + at, rows, memoryview(buffer), row_bytes, places)
+            if at is not None and row_bytes:  # some columns of each row
+                part = bytearray(len(rows) * row_bytes)
+                read_runs(file, piece.start + at, rows, memoryview(part), row_bytes, torch.arange(len(rows)))
+                value = torch.frombuffer(part, dtype=dtype).view(len(rows), *piece.sizes[1:])
+            else:
+                value = self._load(file, piece, dtype)[rows]
+            columns = (slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.sizes[1:], strict=True))
+            window: Any = (places, *columns)
+            result[window] = value
 
     def _whole(self, piece: Piece, dtype: torch.dtype) -> Tensor:
         with self._open(piece) as file:
@@ -176,7 +195,10 @@ class StoredTensors:
 
     def _load(self, file: IO[bytes], piece: Piece, dtype: torch.dtype) -> Tensor:
         window: Any = Window(file, piece.start, piece.length)
-        value = torch.load(window, map_location="cpu", weights_only=True)
+        try:
+            value = torch.load(window, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise damaged_at(file, piece, error) from error
         if not isinstance(value, Tensor) or tuple(value.shape) != piece.sizes or value.dtype != dtype:
             raise CheckpointLayoutError(f"{self.path / piece.file} does not hold what {METADATA} says of it")
         return value
@@ -195,20 +217,29 @@ class StoredCheckpoint(StoredTensors):
     def __init__(self, path: Path, state: dict[str, Any]) -> None:
         super().__init__(path)
         self.state = state
+        used = {info.relative_path for info in self.metadata.storage_data.values()}
+        if unknown := sorted(used - state["files"].keys()):
+            raise CheckpointLayoutError(damaged(path, [f"{name} has no hash in {STATE}" for name in unknown]))
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
 
     def verify(self) -> None:
-        """Reads every file and compares it with its hash.
+        """Reads every file and compares it with its hash, as `check_files`."""
+        check_files(self.path, self.state["files"])
 
-        Raises:
-            CheckpointLayoutError: naming the files that are missing or changed.
-        """
-        wrong = [found for name in self.state["files"] if (found := check_file(self.path, name, self.state["files"]))]
-        if wrong:
-            raise CheckpointLayoutError(damaged(self.path, wrong))
+
+def check_files(path: Path, files: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
+    """Compares sizes, and a rank's share of the hashes: of n ranks, rank r reads files r, r + n, ...
+
+    Raises:
+        CheckpointLayoutError: Naming the files that are missing or changed.
+    """
+    mine = {*sorted(files)[rank::size]}
+    wrong = [found for name in files if (found := check_file(path, name, files, content=name in mine))]
+    if wrong:
+        raise CheckpointLayoutError(damaged(path, wrong))
 
 
 def check_file(path: Path, name: str, files: Mapping[str, Any], *, content: bool = True) -> str | None:

@@ -9,10 +9,10 @@ import warnings
 from pathlib import Path
 
 from vocab_parallel.checkpoint.files import open_checkpoint
-from vocab_parallel.checkpoint.writing import discard, is_whole, old_of
+from vocab_parallel.checkpoint.placing import STATE, discard, is_whole, old_of
 from vocab_parallel.errors import CheckpointLayoutError
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"(\.)?(step-(\d{8,}))(\.old)?")
 
 
 def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
@@ -34,29 +34,32 @@ def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = False) -
     return None
 
 
-def checkpoints(root: Path) -> list[Path]:
-    """All whole ones, by step."""
+def checkpoints(root: Path, state: str = STATE) -> list[Path]:
+    """All whole ones, by step; of the kind whose last file is called `state`."""
     if not root.is_dir():
         return []
     found: dict[int, Path] = {}
     for path in root.iterdir():
         match = _NAME.fullmatch(path.name)
-        old = _NAME.fullmatch(path.name[1:-4]) if path.name.startswith(".") and path.name.endswith(".old") else None
-        if match and is_whole(path):
-            found[int(match[1])] = path
-        elif old and is_whole(path) and not is_whole(root / old[0]):
-            found[int(old[1])] = path
+        if match is None or match[2] != name_of(int(match[3])) or bool(match[1]) != bool(match[4]):
+            continue
+        if is_whole(path, state) and not (match[1] and is_whole(root / match[2], state)):
+            found[int(match[3])] = path
     return [found[step] for step in sorted(found)]
 
 
 def name_of(step: int) -> str:
     """The name of a step's folder."""
-    return f"step-{step:08d}"
+    return f"step-{step!s:0>8}"
 
 
-def prune(root: Path, keep: int | None) -> None:
-    """Removes all but the last `keep` whole checkpoints, and what crashes have left behind."""
-    for path in checkpoints(root)[: -keep if keep else 0]:
+def prune(root: Path, keep: int, saved: Path, state: str = STATE) -> None:
+    """Removes all but the last `keep` whole checkpoints, and what crashes have left behind.
+
+    The one that was just `saved` stays, though a run that went back to an earlier step has left later ones.
+    """
+    others = [path for path in checkpoints(root, state) if path != saved]
+    for path in others[: max(0, len(others) - keep + 1)]:
         discard(old_of(path))
         discard(path)
     for path in root.iterdir():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vocab_parallel.checkpoint.files import StoredCheckpoint, check_file, damaged
+from vocab_parallel.checkpoint.files import StoredCheckpoint
 from vocab_parallel.checkpoint.rows import BLOCK_BYTES
 from vocab_parallel.checkpoint.states import SHARDS, Held, ModelState
 from vocab_parallel.checkpoint.writing import dtype_name
@@ -60,12 +59,13 @@ def match(stored: StoredCheckpoint, mine: ModelState, *, tie: str, optimizer: bo
     retied = {one: keys for one, keys in users.items() if len(keys) > 1}
     if retied and tie != "untie":
         one, keys = next(iter(retied.items()))
-        aliases = [name for name, first in stored.state["ties"].items() if first == stored_owner(one, keys[0], mine)]
+        owners, ties = [mine.owners[key] for key in keys], stored.state["ties"]
+        first = ties.get(owners[0], owners[0])
+        aliases = ", ".join(name for name in ties if ties[name] == first)
         raise CheckpointLayoutError(
-            f"{stored.path} was saved tied: {one} is the one tensor of {stored_owner(one, keys[0], mine)} and "
-            f"{', '.join(aliases)}; in this model {' and '.join(mine.owners[key] for key in keys)} are Parameters of "
-            'their own. Tie them (tie_weights) before the load, or pass load_checkpoint(..., tie="untie") to begin '
-            "each as a copy"
+            f"{stored.path} was saved tied: {one} is the one tensor of {first} and {aliases}; in this model "
+            f"{' and '.join(owners)} are Parameters of their own. Tie them (tie_weights) before the load, or pass "
+            'load_checkpoint(..., tie="untie") to begin each as a copy'
         )
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -93,14 +93,6 @@ def require_equal(stored: StoredCheckpoint, pairs: list[tuple[str, str]], group:
                 raise CheckpointLayoutError(_differ(stored, one, other, f"row {row} is the first that differs"))
 
 
-def check_files(path: Path, files: Mapping[str, Any], group: RankGroup) -> None:
-    """Compares sizes, and of this rank's share the hashes: of n ranks, rank r reads files r, r + n, ..."""
-    mine = {*sorted(files)[group.rank :: group.size]}
-    wrong = [found for name in files if (found := check_file(path, name, files, content=name in mine))]
-    if wrong:
-        raise CheckpointLayoutError(damaged(path, wrong))
-
-
 def place_others(stored: StoredCheckpoint, mine: ModelState, found: Matched) -> None:
     """Loads numbers, and what each rank had of its own."""
     for saved, key in found.numbers:
@@ -125,13 +117,6 @@ def place_others(stored: StoredCheckpoint, mine: ModelState, found: Matched) -> 
         _set(mine, key, (parts.double() * weights).sum(0).to(parts.dtype))
 
 
-def stored_owner(saved: str, key: str, mine: ModelState) -> str:
-    """The name in the checkpoint that stands for the owner of `key`."""
-    prefix, owner = key.partition(".")[0], mine.owners[key]
-    suffix = key[len(f"{prefix}.{owner}") :]
-    return saved[len(prefix) + 1 : len(saved) - len(suffix)] if suffix else saved[len(prefix) + 1 :]
-
-
 def _saved_keys(stored: StoredCheckpoint, mine: ModelState, key: str) -> list[str]:
     """Where a value may come from: one key; two where what is tied here was saved apart."""
     owner, ties = mine.owners[key], stored.state["ties"]
@@ -150,14 +135,18 @@ def _place(
     held = mine.tensors.get(key)
     if saved.endswith(SHARDS):
         found.shards.append((saved, key))
-        shape = list(stored.tensors[saved][1])[1:]
-        fits = shape == (held.shape if held is not None else [])
-        return [] if fits else [f"{key}: saved {shape} on each rank, here {_words(mine, key)}"]
+        stored.require_all_rows(saved)
+        dtype, size = stored.tensors[saved]
+        fits = list(size) == [stored.state["layout"]["tp_size"], *(held.shape if held is not None else [])]
+        fits = fits and (held is None or dtype == held.local.dtype or cast)
+        saved_words = f"{dtype_name(dtype)} {list(size)}"
+        return [] if fits else [f"{key}: saved {saved_words}, a row a rank, here {_words(mine, key)}"]
     if held is None or saved in stored.state["scalars"]:
         single = held is None or not held.shape
         there = saved in stored.state["scalars"] or not stored.tensors[saved][1]
         found.numbers.append((saved, key))
         return [] if single and there else [f"{key}: one side has a number, the other a tensor"]
+    stored.require_all_rows(saved)
     dtype, size = stored.tensors[saved]
     found.tensors.append((saved, held))
     if list(size) != held.shape or (dtype != held.local.dtype and not cast):

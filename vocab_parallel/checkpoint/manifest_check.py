@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from vocab_parallel.checkpoint.files import StoredCheckpoint, check_file, open_checkpoint, read_state
-from vocab_parallel.checkpoint.writing import MANIFEST
+from vocab_parallel.checkpoint.writing import MANIFEST, VOCABULARY
 from vocab_parallel.errors import CheckpointLayoutError, VocabularyError
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest, TensorSpec
 from vocab_parallel.vocabulary.manifest.fields import CheckpointContract
-
-VOCABULARY = "vocabulary.json"
 
 
 def disagreements(folder: str | os.PathLike[str]) -> list[str]:
@@ -52,17 +50,19 @@ def _state(stored: StoredCheckpoint, manifest: Manifest, said: CheckpointContrac
     pairs += [(f"checkpoint.{name}", getattr(said, name), state["layout"].get(name))
               for name in ("padded_size", "tp_size")]  # fmt: skip
     pairs.append(("vocabulary.size", manifest.vocabulary.size, state["layout"].get("vocab_size")))
-    pairs.append(("tying.aliases", dict(manifest.tying.aliases), state["ties"]))
+    ties = {alias: first for alias, first in state["ties"].items() if first in state["tables"]}  # no shared trunk
+    pairs.append(("tying.aliases", dict(manifest.tying.aliases), ties))
     sha256 = state["extra"].get("vocabulary_sha256")
     if None not in (sha256, manifest.vocabulary.ordered_table_sha256):
         pairs.append(("vocabulary.ordered_table_sha256", manifest.vocabulary.ordered_table_sha256, sha256))
     for name, mine, its in pairs:
         if mine != its:
             yield f"{name} is {mine} in {MANIFEST}, {its} in state.json"
-    for name in state["tables"]:
-        _, size = stored.tensors.get(f"model.{name}", (None, ()))
+    head = manifest.head
+    for table in (key for key in (head.embedding_key, head.head_key, head.bias_key) if key in state["tables"]):
+        _, size = stored.tensors.get(f"model.{table}", (None, ()))
         if tuple(size[:1]) != (manifest.vocabulary.size,):
-            yield f"model.{name} has shape {list(size)} in the files, vocabulary.size is {manifest.vocabulary.size}"
+            yield f"model.{table} has shape {list(size)} in the files, vocabulary.size is {manifest.vocabulary.size}"
 
 
 def _tensors(stored: StoredCheckpoint, said: CheckpointContract) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _vocabulary(path: Path, manifest: Manifest) -> Iterator[str]:
         ("added", said.added, identity.added),
     ]
     for name, mine, its in pairs:
-        if mine != its:
+        if mine is not None and mine != its:  # None: not recorded
             yield f"vocabulary.{name} is {mine} in {MANIFEST}, {its} in {VOCABULARY}"
     if identity.size > said.size:
         yield f"{VOCABULARY} has {identity.size} tokens, vocabulary.size is {said.size}"

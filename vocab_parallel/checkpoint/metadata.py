@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from vocab_parallel.checkpoint.writing import METADATA
+from vocab_parallel.checkpoint.placing import METADATA
 from vocab_parallel.errors import CheckpointLayoutError
 
 
@@ -28,7 +29,7 @@ class PlainReader(FileSystemReader):
         path = Path(self.path)
         try:
             with (path / METADATA).open("rb") as file:
-                found: Metadata = _MetadataUnpickler(file).load()
+                found: Metadata = _MetadataUnpickler(file).load_plain()
             _check_metadata(path, found)
         except CheckpointLayoutError:
             raise
@@ -40,19 +41,37 @@ class PlainReader(FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Knows a few classes; one that was changed by the file, as a pickle can, is put back."""
+
+    def load_plain(self) -> Any:
+        self.before: dict[type, dict[str, Any]] = {}
+        try:
+            return self.load()
+        finally:
+            changed = {kind: now for kind, old in self.before.items() if (now := dict(vars(kind))) != old}
+            for kind, now in changed.items():
+                for name in now.keys() - self.before[kind].keys():
+                    delattr(kind, name)
+                for name, value in self.before[kind].items():
+                    if now.get(name) is not value:
+                        setattr(kind, name, value)
+            if changed:
+                names = ", ".join(kind.__name__ for kind in changed)
+                raise CheckpointLayoutError(f"a checkpoint's .metadata changes the classes {names}")
+
     def find_class(self, module: str, name: str) -> Any:
         if module == _MEGATRON and name in _OF_MEGATRON:
-            return _OF_MEGATRON[name]
+            return self._seen(_OF_MEGATRON[name])
         if (module, name) in _PLAIN:
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
+            return self._seen(found) if isinstance(found, type) else partial(found) if callable(found) else found
         raise CheckpointLayoutError(f"a checkpoint's .metadata names {module}.{name}, which such a file has no use for")
 
+    def _seen(self, kind: type) -> type:
+        self.before.setdefault(kind, dict(vars(kind)))
+        return kind
 
-_DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
-)  # fmt: skip
+
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _OF_MEGATRON = {"MCoreMetadata": Metadata, "MCoreSavePlan": SavePlan}  # its subclasses up to 0.15, without its code
@@ -61,7 +80,7 @@ _PLAIN = {
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in _DTYPES),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     *(
         (f"{_DCP}.metadata", name)
         for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "StorageMeta",

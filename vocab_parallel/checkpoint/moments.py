@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from vocab_parallel.checkpoint.states import plain_name
+from vocab_parallel.vocabulary.manifest.describing import plain_name
 
 
 def made_moments(
@@ -33,7 +33,7 @@ def made_moments(
     if not bare:
         return []
     gradients = [parameter.grad for parameter in held]
-    rates = [group["lr"] for group in optimizer.param_groups]
+    settings = [dict(group) for group in optimizer.param_groups]  # some count their steps here
     try:
         for parameter in held:
             parameter.grad = None
@@ -42,12 +42,22 @@ def made_moments(
         for group in optimizer.param_groups:
             group["lr"] = 0.0 * group["lr"]
         optimizer.step()
+    except BaseException:
+        forget(optimizer, bare)
+        raise
     finally:
         for parameter, gradient in zip(held, gradients, strict=True):
             parameter.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.clear()
+            group.update(before)
     return bare
+
+
+def forget(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Takes states back that were made."""
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
 
 
 def _has_state(names: list[str], kept: Collection[str], ties: Mapping[str, str]) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
+from vocab_parallel.checkpoint.placing import METADATA, STATE
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.checkpoint.states import SHARDS
-from vocab_parallel.checkpoint.writing import MANIFEST, STATE, write_checkpoint
+from vocab_parallel.checkpoint.writing import MANIFEST, write_checkpoint
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.vocabulary.manifest import Manifest
@@ -45,17 +46,18 @@ def reshard_checkpoint(
         raise CheckpointLayoutError(f"{final} exists: expected a new folder. Remove it, or give another name")
     stored = open_checkpoint(source)
     stored.verify()
-    layout = VocabLayout(int(stored.state["layout"]["vocab_size"]), tp_size, multiple_of=multiple_of)
+    layout = VocabLayout(stored.state["layout"]["vocab_size"], tp_size, multiple_of=multiple_of)
     shape = {"vocab_size": layout.vocab_size, "padded_size": layout.padded_size, "tp_size": layout.tp_size}
     own = [key for key in stored.tensors if key.endswith(SHARDS)]
     if own and shape != stored.state["layout"]:
         raise CheckpointLayoutError(
-            f"{stored.path} has values for each of its {stored.state['layout'].get('tp_size')} ranks "
+            f"{stored.path} has values for each of its {stored.state['layout']['tp_size']} ranks "
             f"({', '.join(own[:3])}), which other shards do not have. Load it at the number of ranks that you want: "
             "load_checkpoint means them, with a warning; then save"
         )
     parts: list[dict[str, Tensor]] = [_part(stored, layout, rank) for rank in range(tp_size)]
-    files = {name: stored.path / name for name in stored.state["files"] if not _made_anew(name)}
+    anew = {METADATA, MANIFEST, STATE, *(piece.file for pieces in stored.pieces.values() for piece in pieces)}
+    files = {name: stored.path / name for name in stored.state["files"] if name not in anew}
     manifest = Manifest.read(stored.path) if MANIFEST in stored.state["files"] else None
     if manifest is not None:
         manifest = manifest.moved(stored.tensors, layout, step=stored.step)
@@ -72,28 +74,16 @@ def _part(stored: StoredCheckpoint, layout: VocabLayout, rank: int) -> dict[str,
                 part[key] = stored.read(key)
             continue
         rows = layout.range(rank) if _is_table(stored, key, size[0]) else _share(size[0], rank, layout.tp_size)
-        part[key] = Rows.made(size, dtype, rows.start, len(rows), _reader(stored, key))
+        part[key] = Rows.made(size, dtype, rows.start, len(rows), partial(stored.read, key))
     return part
-
-
-def _reader(stored: StoredCheckpoint, key: str) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: stored.read(key, start, stop)
 
 
 def _is_table(stored: StoredCheckpoint, key: str, rows: int) -> bool:
     """Whether a tensor is over the vocabulary: a table, or a state of its rows."""
-    prefix = key.partition(".")[0]
-    owned = any(
-        key == f"{prefix}.{name}" or (prefix == "optimizer" and key.startswith(f"optimizer.{name}."))
-        for name in stored.state["tables"]
-    )
-    return owned and rows == stored.state["layout"]["vocab_size"]
+    owners = tuple(f"{prefix}.{name}." for prefix in ("model", "optimizer") for name in stored.state["tables"])
+    return f"{key}.".startswith(owners) and rows == stored.state["layout"]["vocab_size"]
 
 
 def _share(rows: int, rank: int, tp_size: int) -> range:
     each = -(-rows // tp_size)
     return range(min(rows, rank * each), min(rows, (rank + 1) * each))
-
-
-def _made_anew(name: str) -> bool:
-    return name.endswith(".distcp") or name in (".metadata", MANIFEST, STATE)

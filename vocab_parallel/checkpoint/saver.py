@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from vocab_parallel.checkpoint.folders import name_of
-from vocab_parallel.checkpoint.saving import Contents, save_together
-from vocab_parallel.checkpoint.states import shard_of
-from vocab_parallel.checkpoint.together import caught
+from vocab_parallel.checkpoint.saving import Contents, require_count, save_together
+from vocab_parallel.checkpoint.states import unwrapped
+from vocab_parallel.checkpoint.together import caught, require_all
 from vocab_parallel.shard import RankGroup
 from vocab_parallel.vocabulary.manifest import Manifest
+from vocab_parallel.vocabulary.manifest.describing import shard_of
 
 if TYPE_CHECKING:
     from vocab_parallel.vocabulary.identity import VocabIdentity
@@ -31,8 +32,8 @@ class AsyncSaver:
     `save` copies this rank's state to the CPU's memory and returns; a thread writes, hashes and commits. One save is in
     flight: the next one waits for it. An error of any rank is raised on every rank, by the next `save` or `wait`.
 
-    Use it as a context manager, or call `wait` at the end: a save that is in flight when the process ends is lost, and
-    the checkpoint before stays.
+    Use it as a context manager, or call `wait` at the end, and before another save into the same folder: one that is in
+    flight when the process ends is lost, and the checkpoint before stays.
 
     Args:
         group: All ranks that save together: the model's shard, or a wider group under FSDP2 and with replicas. None:
@@ -54,6 +55,8 @@ class AsyncSaver:
         keep: int | None = None,
         timeout: timedelta = timedelta(hours=1),
     ) -> None:
+        if keep is not None:
+            require_count("keep", keep, 1)
         self.keep = keep
         self._group = RankGroup(None)
         if group is not None and group.group is not None:
@@ -81,14 +84,17 @@ class AsyncSaver:
             VocabParallelError: On every rank, what went wrong with the save before.
         """
         self.wait()
-        shard_of(model).raise_deferred()
-        contents = Contents(step, extra=dict(extra or {}), manifest=manifest, identity=identity)
+        model = unwrapped(model)
+        shard = shard_of(model)
+        require_all(self._group, shard)
+        shard.raise_deferred()
+        contents = Contents(step, self.keep, extra=extra or {}, manifest=manifest, identity=identity)
         fault = caught("the state could not be collected", contents.fill, model, optimizer, True)
         final = Path(folder) / name_of(step)
 
         def work() -> None:
             try:
-                self._path = save_together(self._group, final, contents, fault, self.keep)
+                self._path = save_together(self._group, final, contents, fault)
             except BaseException as error:  # raised where the next `save` or `wait` is called
                 self._error = error
 
@@ -111,6 +117,11 @@ class AsyncSaver:
             raise error
         return self._path
 
+    def settle(self, timeout: float) -> None:
+        """Waits up to so many seconds for the save in flight, for a process that ends with another error."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
     def __enter__(self) -> AsyncSaver:
         return self
 
@@ -119,5 +130,5 @@ class AsyncSaver:
     ) -> None:  # fmt: skip
         if error is None:
             self.wait()
-        elif self._thread is not None:
-            self._thread.join(timeout=60.0)  # the error that is on its way matters more
+        else:
+            self.settle(timeout=60.0)  # the error that is on its way matters more

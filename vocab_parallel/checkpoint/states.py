@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.shard import VocabShard
 from vocab_parallel.tying import vocab_parameters
+from vocab_parallel.vocabulary.manifest.describing import plain_name, shard_of
 from vocab_parallel.vocabulary.row_states import is_row_state
 
-__all__ = ["Held", "ModelState", "collect", "is_row_state", "plain_name", "shard_of"]
-
 SHARDS = "@shards"  # ends the key of a value of a table that is another one on each rank: stored as [tp_size, ...]
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # in names of parameters, not in keys
 
 Number = bool | int | float
 
@@ -40,6 +39,10 @@ class Held:
     first: int | None = None
     total: int = 0
     padding: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
 
     @property
     def shape(self) -> list[int]:
@@ -118,40 +121,28 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModelS
     if optimizer is not None:
         for owner, values in optimizer.state.items():
             if id(owner) not in names:
+                what = f"a Parameter {list(owner.shape)}" if hasattr(owner, "shape") else repr(owner)
                 raise CheckpointLayoutError(
-                    f"the optimizer keeps a state of a Parameter {list(owner.shape)} that the model does not "
-                    "have: it was built before the model was converted or tied. Build it after that"
+                    f"the optimizer keeps a state of {what} that the model does not have: it was built before the "
+                    "model was converted or tied. Build it after that"
                 )
             _add_states(found, names[id(owner)], owner, values, tables.get(id(owner)))
     return found
 
 
-def shard_of(model: nn.Module) -> VocabShard:
-    """The shard that the model's vocabulary is over.
-
-    Raises:
-        CheckpointLayoutError: It has none.
-    """
-    shards = [shard for _, shard in vocab_parameters(model).values()]
-    if not shards:
-        raise CheckpointLayoutError(
-            f"{type(model).__name__} has no vocabulary-sharded parameter, so no layout to save or compare"
-        )
-    return shards[0]
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers of modules add to it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that torch's data-parallel wrapper holds: its names are those of a model without it."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
 
 
 def _add_states(
     found: ModelState, owner: str, parameter: Tensor, values: Mapping[str, Any], shard: VocabShard | None
 ) -> None:
     """The optimizer's values of one parameter."""
-    assert isinstance(values, dict)
+    if not isinstance(values, dict):
+        raise CheckpointLayoutError(f"the optimizer's state of {owner} is a {type(values).__name__}, expected a dict")
     for name, value in values.items():
         key = f"optimizer.{owner}.{name}"
         if value is None:
@@ -162,11 +153,12 @@ def _add_states(
             found.loose.add(key)
         if isinstance(value, Tensor):
             found.add(key, owner, _held(value, shard if of_rows else None))
-        elif isinstance(value, Number):
+        elif isinstance(value, Number) and abs(value) < 2**63:  # neither infinite nor NaN
             found.scalars[key], found.owners[key] = value, owner
         else:
             raise CheckpointLayoutError(
-                f"{key} is a {type(value).__name__}: a checkpoint keeps tensors and numbers of an optimizer's state"
+                f"{key} is a {type(value).__name__} ({value!r:.80}): a checkpoint keeps tensors and finite numbers of "
+                "an optimizer's state"
             )
 
 
@@ -181,6 +173,8 @@ def _held(value: Tensor, shard: VocabShard | None) -> Held:
         count = max(0, min(len(local), shard.stop - first))
         return Held(local[:count], first if count else shard.vocab_size, shard.vocab_size, local[count:])
     assert isinstance(value, DTensor)
+    if any(placement.is_partial() for placement in value.placements):
+        raise CheckpointLayoutError(f"a DTensor {list(value.shape)} is a sum that is still to be made over its ranks")
     if all(placement.is_replicate() for placement in value.placements):
         return Held(local)
     _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)

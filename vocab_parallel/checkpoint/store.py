@@ -14,20 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from vocab_parallel.agreement import Exchange
-from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint, read_state
+from vocab_parallel.checkpoint.files import StoredCheckpoint, check_files, open_checkpoint, read_state
 from vocab_parallel.checkpoint.folders import name_of
-from vocab_parallel.checkpoint.loading import TIES, Matched, check_files, match, place_others, require_equal
+from vocab_parallel.checkpoint.loading import TIES, Matched, match, place_others, require_equal
 from vocab_parallel.checkpoint.metadata import PlainReader
-from vocab_parallel.checkpoint.moments import made_moments
+from vocab_parallel.checkpoint.moments import forget, made_moments
+from vocab_parallel.checkpoint.placing import STATE
 from vocab_parallel.checkpoint.saving import Contents, save_together
-from vocab_parallel.checkpoint.states import ModelState, collect, shard_of
-from vocab_parallel.checkpoint.together import caught, ranks_of
-from vocab_parallel.checkpoint.writing import MANIFEST
+from vocab_parallel.checkpoint.states import ModelState, collect, unwrapped
+from vocab_parallel.checkpoint.together import agree, caught, ranks_of
+from vocab_parallel.checkpoint.writing import MANIFEST, described
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.shard import RankGroup
 from vocab_parallel.tying import verify_tied
 from vocab_parallel.vocabulary.manifest import Manifest, require_loadable
+from vocab_parallel.vocabulary.manifest.describing import shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,12 +79,13 @@ def save_checkpoint(
     Raises:
         VocabParallelError: On every rank, whatever went wrong on one; the checkpoint before stays.
     """
+    model = unwrapped(model)
     shard = shard_of(model)
     ranks = ranks_of(model, shard, group)
     shard.raise_deferred()
-    contents = Contents(step, extra=dict(extra or {}), manifest=manifest, identity=identity)
-    fault = caught("the state could not be collected", contents.fill, model, optimizer, False)
-    return save_together(ranks, Path(folder) / name_of(step), contents, fault, keep)
+    contents = Contents(step, keep, extra=extra or {}, manifest=manifest, identity=identity)
+    fault = caught("the state could not be collected", contents.fill, model, optimizer)
+    return save_together(ranks, Path(folder) / name_of(step), contents, fault)
 
 
 @torch.no_grad()
@@ -101,18 +103,16 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any]]:
     """Loads a checkpoint into `model`, and into `optimizer` if given, in place: any TP size, padding and replicas.
 
-    Everything is compared before anything changes: the files with their hashes, the manifest, vocabulary, ties, names,
-    shapes and dtypes. Padding rows become zero.
+    All is compared before anything changes: files, manifest, vocabulary, ties, names, shapes, dtypes. Padding becomes
+    zero.
 
     Args:
         folder: One checkpoint, as `save_checkpoint` or `latest_checkpoint` returned it.
-        optimizer: Over the model's parameters; its learning rate and other settings stay as they are. None loads the
-            weights only.
+        optimizer: Over the model's parameters; its learning rate and other settings stay. None loads weights only.
         vocabulary_sha256: Of the vocabulary in use; compared with what the checkpoint knows.
         manifest: What this job expects; by default `Manifest.of(model)`.
-        tie: What a checkpoint that was saved tied may do to a model that is not: "error", or "untie": each use begins
-            as a copy of the one weight and of its moments. The reverse needs no option: it loads where both tensors
-            are equal, and is an error where not.
+        tie: For a checkpoint that was saved tied and a model that is not: "error", or "untie": each use begins as a
+            copy of the one weight and its moments. The reverse loads where both tensors are equal.
         verify: Read every file first and compare its hash; the ranks share the files.
         cast: Convert tensors of another dtype.
         group: All ranks that call this, as in `save_checkpoint`.
@@ -121,69 +121,77 @@ def load_checkpoint(
         The step, and the `extra` values that were saved.
 
     Collectives:
-        Two all-gathers of 64 bytes.
+        Three all-gathers of 64 bytes; those of a step of the optimizer, if it has any and no state yet.
 
     Raises:
         CheckpointLayoutError: On every rank, with both sides: no whole checkpoint, damaged files, another vocabulary,
             tie, architecture or dtype; an optimizer where none was saved.
         TyingError: A tie does not hold after the load.
     """
-    path, shard = Path(folder), shard_of(model)
+    path, model = Path(folder), unwrapped(model)
+    shard = shard_of(model)
     ranks = ranks_of(model, shard, group)
     shard.raise_deferred()
-    plan = _Plan(path, model, optimizer)
+    plan = _Plan(path, model, optimizer, tie, cast)
     what = f"{path} could not be read by rank {ranks.rank} of the group"
-    fault = caught(what, plan.prepare, ranks, vocabulary_sha256, manifest, tie, verify, cast)
-    call = f"load_checkpoint({path.name})"
+    fault = caught(what, plan.read, ranks, vocabulary_sha256, manifest, verify)
+    call = f"load_checkpoint({path.name}, state {plan.digest}, {plan.kind or 'no optimizer'}, tie={tie}, cast={cast})"
+    agree(ranks, call, fault)  # before a step of the optimizer, which may wait for other ranks
     try:
-        Exchange(ranks, "header", call, fault=fault).wait()
-    except Exception:
+        agree(ranks, call, caught(what, plan.fit, ranks))
+    except BaseException:
         plan.undo()
         raise
-    fault = caught(f"{path} could not be read, the model is loaded in part: rank {ranks.rank} of the group", plan.run)
-    Exchange(ranks, "header", call, fault=fault).wait()
+    agree(ranks, call, caught(f"{what}; the model is loaded in part", plan.run))
     verify_tied(model, optimizer, required=False)
-    assert plan.stored is not None
-    return plan.stored.step, dict(plan.stored.state["extra"])
+    return plan.stored.step, plan.stored.state["extra"]
 
 
 class _Plan:
     """One load on one rank."""
 
-    stored: StoredCheckpoint | None = None
+    stored: StoredCheckpoint
     mine: ModelState
     found: Matched
+    digest = ""  # of the checkpoint's state: ranks that see different folders notice
 
-    def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.path, self.model, self.optimizer = path, model, optimizer
+    def __init__(
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, tie: str, cast: bool
+    ) -> None:  # fmt: skip
+        self.path, self.model, self.optimizer, self.tie, self.cast = path, model, optimizer, tie, cast
+        self.kind = None if optimizer is None else type(optimizer).__name__
         self.made: list[Tensor] = []
 
-    def prepare(
-        self, ranks: RankGroup, sha256: str | None, manifest: Manifest | None, tie: str, verify: bool, cast: bool
-    ) -> None:  # fmt: skip
-        """All that can fail before anything changes."""
-        if tie not in TIES:
-            raise CheckpointLayoutError(f"tie={tie!r}: expected one of {', '.join(TIES)}")
+    def read(self, ranks: RankGroup, sha256: str | None, manifest: Manifest | None, verify: bool) -> None:
+        """Opens and checks the files, and compares the vocabulary and the manifest."""
+        if self.tie not in TIES:
+            raise CheckpointLayoutError(f"tie={self.tie!r}: expected one of {', '.join(TIES)}")
         state = read_state(self.path)
         if verify:
-            check_files(self.path, state["files"], ranks)
-        self.stored = stored = open_checkpoint(self.path)
-        self._gate(sha256, manifest, cast)
+            check_files(self.path, state["files"], ranks.rank, ranks.size)
+        self.digest = described(self.path / STATE)["sha256"][:16]
+        self.stored = open_checkpoint(self.path)
+        self._gate(sha256, manifest)
+
+    def fit(self, ranks: RankGroup) -> None:
+        """Finds a place for each value: all else that can fail before anything changes."""
+        stored, state = self.stored, self.stored.state
         kept = {key for key in (*stored.tensors, *state["scalars"]) if key.startswith("optimizer.")}
-        if self.optimizer is not None:
-            self.made = made_moments(self.model, self.optimizer, kept, state["ties"])
-        self.mine = collect(self.model, self.optimizer)
+        self.begins = not kept and state.get("optimizer") == self.kind  # saved before its first step
+        optimizer = None if self.begins else self.optimizer
+        if optimizer is not None:
+            self.made = made_moments(self.model, optimizer, kept, state["ties"])
+        self.mine = collect(self.model, optimizer)
         if not kept and any(key.startswith("optimizer.") for key in self.mine.owners):
             raise CheckpointLayoutError(
-                f"{self.path} holds weights only, no state for this {type(self.optimizer).__name__}: load it with "
-                "optimizer=None, which begins the optimizer anew"
+                f"{self.path} holds weights only, no state for this {self.kind}: load it with optimizer=None, which "
+                "begins the optimizer anew"
             )
-        self.found = match(stored, self.mine, tie=tie, optimizer=self.optimizer is not None, cast=cast)
+        self.found = match(stored, self.mine, tie=self.tie, optimizer=self.optimizer is not None, cast=self.cast)
         require_equal(stored, self.found.equal, ranks)
 
     def run(self) -> None:
         """Fills model and optimizer."""
-        assert self.stored is not None
         left = list(self.found.tensors)
         while left:  # a key may come twice, once in a pass
             one_pass = dict(reversed(left))
@@ -198,25 +206,24 @@ class _Plan:
             if held.padding is not None:
                 held.padding.zero_()
         place_others(self.stored, self.mine, self.found)
+        if self.begins and self.optimizer is not None:
+            self.optimizer.state.clear()
 
     def undo(self) -> None:
         """Takes back the states that were made for a load that is refused."""
-        for parameter in self.made:
-            assert self.optimizer is not None
-            del self.optimizer.state[parameter]
+        if self.optimizer is not None:
+            forget(self.optimizer, self.made)
 
-    def _gate(self, sha256: str | None, manifest: Manifest | None, cast: bool) -> None:
-        """Vocabulary and manifest."""
-        assert self.stored is not None
+    def _gate(self, sha256: str | None, manifest: Manifest | None) -> None:
         state, mine = self.stored.state, shard_of(self.model).vocab_size
         saved = Manifest.read(self.path) if (self.path / MANIFEST).is_file() else None
         known = [state["extra"].get("vocabulary_sha256"), saved and saved.vocabulary.ordered_table_sha256]
         known = [one for one in known if isinstance(one, str)]
         fix = f"python -m vocab_parallel migrate {self.path} TARGET --old-vocab OLD --new-vocab NEW"
-        if state["layout"].get("vocab_size") != mine:
+        if (its := state["layout"]["vocab_size"]) != mine:
             raise CheckpointLayoutError(
-                f"{self.path} holds a vocabulary of {state['layout'].get('vocab_size')} ids, this model has {mine}. To "
-                f"move it to another vocabulary: {fix}"
+                f"{self.path} holds a vocabulary of {its} ids, this model has {mine}. To move it to another "
+                f"vocabulary: {fix}"
             )
         if sha256 is not None and known and sha256 not in known:
             raise CheckpointLayoutError(
@@ -225,17 +232,11 @@ class _Plan:
             )
         if saved is not None:
             here = manifest or Manifest.of(self.model)
-            if cast:
-                here = _as_dtype(here, saved.head.parameter_dtype)
+            if self.cast:
+                head = dataclasses.replace(here.head, parameter_dtype=saved.head.parameter_dtype)
+                here = dataclasses.replace(here, head=head)
             # Tensors and ties are compared one by one later, with what may be done about them.
             require_loadable(dataclasses.replace(saved, checkpoint=None), here, where=str(self.path), retie=True)
-
-
-def _as_dtype(manifest: Manifest, dtype: str) -> Manifest:
-    head = dataclasses.replace(
-        manifest.head, parameter_dtype=dtype, accumulation_dtype=manifest.head.accumulation_dtype
-    )
-    return dataclasses.replace(manifest, head=head)
 
 
 @contextmanager

@@ -13,17 +13,39 @@ from torch.distributed.tensor import DTensor
 
 from vocab_parallel.agreement import Exchange, capture
 from vocab_parallel.collectives import all_gather
-from vocab_parallel.errors import VocabParallelError
+from vocab_parallel.errors import CheckpointLayoutError, VocabParallelError
 from vocab_parallel.shard import RankGroup, VocabShard
 
 
 def ranks_of(model: nn.Module, shard: VocabShard, group: RankGroup | None) -> RankGroup:
     """Every rank that holds a part of a model: those of the shard, or all where parameters are DTensors."""
     if group is not None:
+        require_all(group, shard)
         return group
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return shard.wider(dist.group.WORLD) if dist.group.WORLD is not None else shard
     return shard
+
+
+def require_all(group: RankGroup, shard: VocabShard) -> None:
+    """Raises unless the ranks of `group` hold all rows of the vocabulary: else some would be in no file."""
+    ranks, others = (
+        set() if one.group is None else {*dist.get_process_group_ranks(one.group)} for one in (group, shard)
+    )
+    if not others <= ranks:
+        raise CheckpointLayoutError(
+            f"a checkpoint of {sorted(ranks) or 'this rank alone'}, but ranks {sorted(others)} share the vocabulary: "
+            "pass the model's shard as group, or a RankGroup of all ranks of the job"
+        )
+
+
+def agree(group: RankGroup, call: str, fault: Exception | None) -> None:
+    """Raises the error that some rank has, on every rank, and at once: what follows changes something.
+
+    Collectives:
+        An all-gather of 64 bytes; on an error, one of 4 KiB.
+    """
+    Exchange(group, "header", call, fault=fault, rows=0).wait()
 
 
 def gather_objects(group: RankGroup, call: str, value: Any, fault: Exception | None = None) -> list[Any]:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +19,25 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from vocab_parallel.checkpoint.placing import METADATA, STATE, open_aside, put_in_place, require_replaceable
+
 if TYPE_CHECKING:
     from vocab_parallel.vocabulary.manifest import Manifest
 
 FORMAT = 2
-STATE = "state.json"  # written last: a folder without it is not a checkpoint
+VOCABULARY = "vocabulary.json"
 MANIFEST = "manifest.json"
-METADATA = ".metadata"
 ASSETS = "assets"
 _COPY = 2**20
+
+
+class Described(Protocol):
+    """A tensor, or what stands for one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
 def write_checkpoint(
@@ -51,13 +61,12 @@ def write_checkpoint(
     Memory:
         One block of `BLOCK_BYTES` at a time, and the largest tensor that is no `Rows`.
     """
+    require_replaceable(final)
     aside = open_aside(final)
     try:
         writer = BlockWriter(aside)
         _save_alone(parts, writer)
-        files = dict(writer.files)
-        files |= write_extras(aside, manifest, assets)
-        commit(aside, final, {**state, "files": files})
+        commit(aside, final, {**state, "files": writer.files | write_extras(aside, manifest, assets)})
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -66,15 +75,16 @@ def write_checkpoint(
 
 def make_state(
     step: int,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Described],
     *,
     layout: Mapping[str, int],
     tables: Sequence[str],
     ties: Mapping[str, str] | None = None,
     scalars: Mapping[str, float | int | bool] | None = None,
     extra: Mapping[str, Any] | None = None,
+    optimizer: str | None = None,
 ) -> dict[str, Any]:
-    """The JSON part of a checkpoint; `tensors` by key in their whole shapes."""
+    """The JSON part of a checkpoint; `tensors` by key in their whole shapes, `optimizer` the name of its class."""
     return {
         "format": FORMAT,
         "step": step,
@@ -84,6 +94,7 @@ def make_state(
         "tensors": {key: [dtype_name(value.dtype), list(value.shape)] for key, value in tensors.items()},
         "scalars": dict(scalars or {}),
         "extra": dict(extra or {}),
+        "optimizer": optimizer,
     }
 
 
@@ -110,7 +121,7 @@ class BlockWriter(FileSystemWriter):
             for item in plan.items:
                 value, offset = planner.resolve_data(item), file.tell()
                 if isinstance(value, Tensor):
-                    torch.save(_alone_in_storage(value), cast(IO[bytes], file))
+                    _save_tensor(value, file)
                 else:
                     file.write(value.getbuffer())
                 length = file.tell() - offset
@@ -129,61 +140,20 @@ class BlockWriter(FileSystemWriter):
         self.files[METADATA] = described(Path(self.path) / METADATA)
 
 
-def open_aside(final: Path) -> Path:
-    """An empty folder beside `final` to write into."""
-    aside = final.parent / f".{final.name}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    return aside
-
-
 def write_extras(
     aside: Path, manifest: Manifest | None, assets: Mapping[str, Path | bytes] | None
 ) -> dict[str, dict[str, Any]]:
     """Writes what stands beside the tensors; returns size and sha256 by name."""
     files = {name: write_file(aside / name, content) for name, content in (assets or {}).items()}
     if manifest is not None:
-        files[MANIFEST] = write_file(aside / MANIFEST, json_bytes(manifest.to_json()))
+        files[MANIFEST] = write_file(aside / MANIFEST, manifest.to_text().encode())
     return files
 
 
 def commit(aside: Path, final: Path, state: Mapping[str, Any]) -> None:
-    """Writes the state, syncs, and gives `aside` its name.
-
-    A checkpoint of that name (a step saved twice) goes only after. A crash between the two renames leaves it as
-    `.<name>.old`, which `latest_checkpoint` finds.
-    """
+    """Writes the state, and gives `aside` its name."""
     write_file(aside / STATE, json_bytes(state))
-    for folder in {aside, *(path.parent for path in aside.rglob("*"))}:
-        _sync_folder(folder)
-    old = old_of(final)
-    if not final.exists() and is_whole(old):  # such a crash
-        os.replace(old, final)
-    discard(old)
-    if final.exists():
-        os.replace(final, old)
-    os.replace(aside, final)
-    _sync_folder(final.parent)
-    discard(old)
-
-
-def old_of(final: Path) -> Path:
-    """Where a checkpoint is while another one takes its name."""
-    return final.parent / f".{final.name}.old"
-
-
-def is_whole(path: Path) -> bool:
-    """Whether a folder is a checkpoint that was written to its end."""
-    return (path / STATE).is_file() and (path / METADATA).is_file()
-
-
-def discard(folder: Path) -> None:
-    """Removes a checkpoint; renamed first, so that a crash on the way leaves nothing that looks whole."""
-    if folder.exists():
-        gone = folder.parent / f".{folder.name.strip('.')}.gone"
-        shutil.rmtree(gone, ignore_errors=True)
-        os.replace(folder, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    put_in_place(aside, final)
 
 
 def write_file(path: Path, content: Path | bytes) -> dict[str, Any]:
@@ -252,6 +222,13 @@ class _Hashed:
         return {"bytes": self._size, "sha256": self._digest.hexdigest()}
 
 
+def _save_tensor(value: Tensor, file: _Hashed) -> None:
+    try:
+        torch.save(_alone_in_storage(value), cast(IO[bytes], file))
+    except RuntimeError as error:  # torch hides that the disk is full behind an error of its archive
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
 def _alone_in_storage(value: Tensor) -> Tensor:
     """On the CPU, contiguous, in a storage of its own: else the whole storage would be written."""
     value = value.detach().cpu().contiguous()
@@ -283,11 +260,3 @@ def _save_alone(parts: Sequence[Mapping[str, Tensor]], writer: BlockWriter) -> N
         for planner, plan in zip(planners, merged, strict=True)
     ]
     writer.finish(metadata, results)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

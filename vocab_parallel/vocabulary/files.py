@@ -11,30 +11,37 @@ from vocab_parallel.errors import VocabularyError
 
 MAX_FILE_BYTES = 2**28  # the largest tokenizer files of 2026 have 40 MB
 MAX_IDS = 2**24
+MAX_LISTS = 2**23  # lists and objects of one JSON file: merges of a tokenizer are half a million
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int = MAX_FILE_BYTES) -> bytes:
     """The content of a file of at most `limit` bytes.
 
     Raises:
-        VocabularyError: the file is larger, or not a file.
+        VocabularyError: the file is larger, or not a file (a pipe would be waited for).
         OSError: it is missing or cannot be read.
     """
     path = Path(path)
-    if path.is_dir():
-        raise VocabularyError(f"{path} is a folder; expected a file")
+    if path.exists() and not path.is_file():
+        raise VocabularyError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; expected a file")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(size + 1) if size <= limit else b""
     if size > limit or len(data) > limit:
-        raise VocabularyError(f"{path} has more than {limit:,} bytes: no vocabulary file is that large")
+        raise VocabularyError(f"{path} has more than {limit:,} bytes: no file of this kind is that large")
     return data
 
 
-def parse_json(data: bytes, path: object) -> Any:
-    """Parses JSON; what is wrong with it, and where, is a `VocabularyError`."""
+def parse_json(data: bytes, path: object, most: int = MAX_LISTS) -> Any:
+    """Parses JSON; what is wrong with it, and where, is a `VocabularyError`.
+
+    Args:
+        most: lists and objects in it. What the parser will make is bounded by counts of characters, before it runs.
+    """
+    if too_many(data, most):
+        raise VocabularyError(f"{path}: more than {most:,} lists and objects or {4 * most:,} values in one file")
     try:
-        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_each_once)
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_each_once, parse_constant=_no_constant)
     except _Twice as error:
         raise VocabularyError(f"{path}: the key {shortened(str(error))} appears twice in one object") from error
     except UnicodeDecodeError as error:
@@ -47,6 +54,15 @@ def parse_json(data: bytes, path: object) -> Any:
         raise VocabularyError(f"{path}: JSON nested too deeply") from error
     except ValueError as error:  # a number of more than 4,300 digits
         raise VocabularyError(f"{path}: not JSON: {error}") from error
+
+
+def too_many(data: bytes, most: int) -> bool:
+    """Whether JSON text may hold more than so many lists and objects, or four times as many values."""
+    return data.count(b"[") + data.count(b"{") > most or data.count(b",") > 4 * most
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 class _Twice(Exception):

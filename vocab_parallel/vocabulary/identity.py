@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from vocab_parallel.errors import VocabularyError
-from vocab_parallel.vocabulary.files import MAX_IDS, Reader, parse_json, read_bytes, shortened, write_whole
+from vocab_parallel.vocabulary.files import MAX_IDS, Reader, parse_json, read_bytes, shortened, text_bytes, write_whole
 
 KINDS = ("normal", "special", "byte", "unused")
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")  # the ones that Transformers knows
@@ -59,6 +58,9 @@ class VocabIdentity:
             raise VocabularyError(f"{self.source}: {len(self.tokens)} tokens, but kinds of {len(self.kinds)}")
         if unknown := set(self.kinds).difference(KINDS):
             raise VocabularyError(f"{self.source}: unknown kinds {sorted(unknown)}; known are {', '.join(KINDS)}")
+        # Whatever a file names an id that stands for nothing: it is no token.
+        cleared = (b"" if kind == "unused" else token for kind, token in zip(self.kinds, self.tokens, strict=True))
+        object.__setattr__(self, "tokens", tuple(cleared))
         for role, token_id in self.special_ids.items():
             _require_id(token_id, self.size, f"{self.source}: special id {role}")
         for token_id in self.added:
@@ -73,7 +75,10 @@ class VocabIdentity:
         """The identity of tokens listed by id; text stands for its UTF-8, and ids with a role are special."""
         special_ids = special_ids or {}
         special = set(special_ids.values())
-        table = tuple(token.encode() if isinstance(token, str) else bytes(token) for token in tokens)
+        table = tuple(
+            text_bytes(token, "table", f"tokens[{place}]") if isinstance(token, str) else bytes(token)
+            for place, token in enumerate(tokens)
+        )
         kinds = tuple("special" if token_id in special else "normal" for token_id in range(len(table)))
         return cls(table, kinds, special_ids, tuple(added), "table")
 
@@ -109,10 +114,9 @@ class VocabIdentity:
         if kind == "unused":
             return "unused"
         try:
-            text = repr(token.decode("utf-8"))
+            text = shortened(token.decode("utf-8"))
         except UnicodeDecodeError:
-            text = repr(token)
-        text = text if len(text) <= 60 else text[:57] + "..."
+            text = shortened(token)
         return text if kind == "normal" else f"{kind} {text}"
 
     def duplicates(self) -> list[tuple[int, ...]]:
@@ -131,8 +135,7 @@ class VocabIdentity:
         if not self.size <= size <= MAX_IDS:
             raise VocabularyError(f"cannot resize {self.size:,} ids to {size:,}: expected {self.size:,} to {MAX_IDS:,}")
         extra = size - self.size
-        kinds = (*self.kinds, *["unused"] * extra)
-        return VocabIdentity((*self.tokens, *[b""] * extra), kinds, self.special_ids, self.added, self.source)
+        return replace(self, tokens=(*self.tokens, *[b""] * extra), kinds=(*self.kinds, *["unused"] * extra))
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that `from_json` reads back; tokens that are no UTF-8 text are base64."""
@@ -166,8 +169,9 @@ class VocabIdentity:
         special = reader.inside("special_ids").value
         special_ids = {role: reader.require(special[role], int, f"special_ids.{role}") for role in special}
         added = tuple(reader.require(token_id, int, "added") for token_id in reader.get("added", list))
+        kinds, source = _kinds(reader, size), reader.get("source", str)
         try:
-            result = cls(tokens, _kinds(reader, size), special_ids, added, reader.get("source", str))
+            result = cls(tokens, kinds, special_ids, added, source)
         except VocabularyError as error:
             raise VocabularyError(f"{path}: {error}") from error
         if (stated := reader.get("sha256", str)) != result.sha256:
@@ -224,12 +228,10 @@ def audit(
     for name, count in rows.items():
         if count is None or count == identity.size:
             continue
+        what = f"rows {identity.size} to {count - 1} belong to no token"
         if count < identity.size:
-            lost = f"ids {count} to {identity.size - 1} have no row (the first is {identity.named(count)})"
-            lines.append(f"{name} {count:,}, but the vocabulary has {identity.size:,} ids: {lost}")
-        else:
-            extra = f"rows {identity.size} to {count - 1} belong to no token"
-            lines.append(f"{name} {count:,}, but the vocabulary has {identity.size:,} ids: {extra}")
+            what = f"ids {count} to {identity.size - 1} have no row (the first is {identity.named(count)})"
+        lines.append(f"{name} {count:,}, but the vocabulary has {identity.size:,} ids: {what}")
     if embedding_rows is not None and head_rows is not None and embedding_rows != head_rows:
         lines.append(f"embedding rows {embedding_rows:,}, but head rows {head_rows:,}: they cannot be tied")
     limit = min([identity.size, *[count for count in rows.values() if count is not None]])
@@ -262,16 +264,11 @@ def _to_text(token: bytes) -> str | dict[str, str]:
 
 def _from_text(entry: object, reader: Reader, place: str) -> bytes:
     if isinstance(entry, str):
-        try:
-            return entry.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise reader.error(place, "a lone surrogate, not Unicode text") from error
+        return text_bytes(entry, reader.path, place)
+    coded = Reader(entry, reader.path, place).get("base64", str)
     try:
-        coded = Reader(entry, reader.path, place).get("base64", str)
         return base64.b64decode(coded, validate=True)
-    except (binascii.Error, ValueError) as error:
-        if isinstance(error, VocabularyError):
-            raise
+    except ValueError as error:
         raise reader.error(place, f"not base64: {error}") from error
 
 
@@ -279,7 +276,7 @@ def _kinds(reader: Reader, size: int) -> tuple[str, ...]:
     kinds: list[str] = []
     for place, run in enumerate(reader.get("kinds", list)):
         pair = reader.require(run, list, f"kinds[{place}]")
-        good = len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], int)
+        good = len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int
         # The count is bounded before anything of that size is made.
         if not good or not 0 < pair[1] <= size - len(kinds):
             raise reader.error(f"kinds[{place}]", f"expected [kind, count] that add up to {size}, found {run!r:.60}")

@@ -41,14 +41,14 @@ class VocabMap:
     def __post_init__(self) -> None:
         for name in ("old_to_new", "new_to_old"):
             value = getattr(self, name)
-            if value.dtype != torch.int64 or value.dim() != 1 or not 0 < value.numel() <= MAX_IDS:
-                what = f"{value.dtype} {list(value.shape)}"
-                raise VocabularyError(f"{name} must be int64 [1 to {MAX_IDS:,} ids], got {what}")
-        sizes = self.old_size, self.new_size
-        old, new = self.pairs()
-        _require_range(old, new, *sizes)
-        moved_back = torch.full_like(self.new_to_old, -1)
-        moved_back[new] = old
+            good = value.dtype == torch.int64 and value.dim() == 1 and value.device.type == "cpu"
+            if not good or not 0 < value.numel() <= MAX_IDS:
+                what = f"{value.dtype} {list(value.shape)} on {value.device}"
+                raise VocabularyError(f"{name} must be int64 [1 to {MAX_IDS:,} ids] on the CPU, got {what}")
+            if (wrong := (value < -1).nonzero()).numel():
+                raise VocabularyError(f"{name}[{int(wrong[0])}] is {int(value[wrong[0]])}; expected an id, or -1: none")
+        _require_range(*self.pairs(), self.old_size, self.new_size)
+        moved_back = _inverse(self.old_to_new, self.new_size)
         if not torch.equal(moved_back, self.new_to_old):
             place = int((moved_back != self.new_to_old).nonzero()[0])
             raise VocabularyError(
@@ -91,9 +91,10 @@ class VocabMap:
                 f"{len(named):,} of {old.size:,} old tokens are not in the new vocabulary of {new.size:,} ids, "
                 f"the first are {first}; {ALLOW_DROP}"
             )
-        plain = cls._of(old_to_new, new.size)
-        sources = find_sources(plain.new_ids.tolist(), new, encode, old.size) if encode is not None else {}
-        return cls(plain.old_to_new, plain.new_to_old, sources, old.sha256, new.sha256)
+        new_to_old = _inverse(old_to_new, new.size)
+        fresh = (new_to_old < 0).nonzero().flatten().tolist() if encode is not None else []
+        sources = {} if encode is None else find_sources(fresh, new, encode, old.size)
+        return cls(old_to_new, new_to_old, sources, old.sha256, new.sha256)
 
     @classmethod
     def from_pairs(
@@ -121,18 +122,19 @@ class VocabMap:
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise VocabularyError(f"pairs: expected [old id, new id] each, {error}") from error
         table = table.reshape(0, 2).to(torch.int64) if table.numel() == 0 else table
-        if table.dim() != 2 or table.shape[1] != 2 or table.dtype != torch.int64:
+        integers = not (table.is_floating_point() or table.is_complex() or table.dtype == torch.bool)
+        if table.dim() != 2 or table.shape[1] != 2 or not integers:
             raise VocabularyError(f"pairs: expected integers [n, 2], got {table.dtype} {list(table.shape)}")
-        old, new = table.cpu().unbind(1)
+        old, new = table.to("cpu", torch.int64).unbind(1)
         _require_range(old, new, old_size, new_size)
         _require_once(old, old_size, "old id", "moves to more than one new id")
         _require_once(new, new_size, "new id", "takes more than one old row")
         old_to_new = torch.full((old_size,), -1, dtype=torch.int64)
         old_to_new[old] = new
-        plain = cls._of(old_to_new, new_size)
+        made = cls(old_to_new, _inverse(old_to_new, new_size), sources or {}, old_sha256, new_sha256)
         if not allow_drop:
-            plain.require_kept()
-        return cls(plain.old_to_new, plain.new_to_old, sources or {}, old_sha256, new_sha256)
+            made.require_kept()
+        return made
 
     @classmethod
     def append(cls, old_size: int, count: int, **options: object) -> VocabMap:
@@ -149,7 +151,7 @@ class VocabMap:
         moved = torch.as_tensor(new_id_of_old)
         if moved.dim() != 1 or moved.is_floating_point() or moved.numel() == 0:
             raise VocabularyError(f"a permutation is a list of ids, got {moved.dtype} {list(moved.shape)}")
-        pairs = torch.stack([torch.arange(moved.numel()), moved.to(torch.int64).cpu()], 1)
+        pairs = torch.stack([torch.arange(moved.numel()), moved.to("cpu", torch.int64)], 1)
         return cls.from_pairs(moved.numel(), moved.numel(), pairs, **options)  # type: ignore[arg-type]
 
     @classmethod
@@ -164,13 +166,6 @@ class VocabMap:
         from vocab_parallel.vocabulary.mapping_file import write_map
 
         write_map(self, path)
-
-    @classmethod
-    def _of(cls, old_to_new: Tensor, new_size: int) -> VocabMap:
-        old = (old_to_new >= 0).nonzero().flatten()
-        new_to_old = torch.full((new_size,), -1, dtype=torch.int64)
-        new_to_old[old_to_new[old]] = old
-        return cls(old_to_new, new_to_old)
 
     @property
     def old_size(self) -> int:
@@ -251,9 +246,10 @@ def compose(first: VocabMap, second: VocabMap) -> VocabMap:
     moved = second.old_to_new[middle]
     pairs = torch.stack([old, moved], 1)[moved >= 0]
     sources: dict[int, tuple[int, ...]] = {}
+    target = second.old_to_new.tolist()
     for middle_id, found in first.sources.items():
-        if (new_id := int(second.old_to_new[middle_id])) >= 0:
-            sources[new_id] = found
+        if target[middle_id] >= 0:
+            sources[target[middle_id]] = found
     origin = first.new_to_old.tolist()
     for new_id, parts in second.sources.items():
         flat: list[int] = []
@@ -263,6 +259,13 @@ def compose(first: VocabMap, second: VocabMap) -> VocabMap:
             sources[new_id] = tuple(flat)
     ends = {"old_sha256": first.old_sha256, "new_sha256": second.new_sha256}
     return VocabMap.from_pairs(first.old_size, second.new_size, pairs, sources=sources, allow_drop=True, **ends)
+
+
+def _inverse(old_to_new: Tensor, new_size: int) -> Tensor:
+    old = (old_to_new >= 0).nonzero().flatten()
+    new_to_old = torch.full((new_size,), -1, dtype=torch.int64)
+    new_to_old[old_to_new[old]] = old
+    return new_to_old
 
 
 def _require_size(name: str, size: object) -> None:

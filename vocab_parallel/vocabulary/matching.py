@@ -28,8 +28,9 @@ def match(old: VocabIdentity, new: VocabIdentity) -> list[int]:
     taken = set(found)
     for role in sorted(old.special_ids, key=_role_order):
         here, there = old.special_ids[role], new.special_ids.get(role)
-        free = there is not None and there not in taken and found[here] < 0
-        if free and there is not None and old.kinds[here] == new.kinds[there] == "special":
+        if there is None or there in taken or found[here] >= 0:
+            continue
+        if old.kinds[here] == new.kinds[there] == "special":
             found[here] = there
             taken.add(there)
     _match_text(found, old, new, taken)
@@ -102,8 +103,10 @@ def _share_equals(found: list[int], old: VocabIdentity, further: dict[tuple[str,
 def _match_text(found: list[int], old: VocabIdentity, new: VocabIdentity, taken: set[int]) -> None:
     """What has no match yet, and is special on one side and normal on the other, goes by its bytes."""
     other = {"normal": "special", "special": "normal"}
-    lost = {(other[kind], old.tokens[token_id]): token_id for token_id, kind in enumerate(old.kinds)
-            if found[token_id] < 0 and kind in other}  # fmt: skip
+    lost: dict[tuple[str, bytes], int] = {}
+    for token_id, kind in enumerate(old.kinds):
+        if found[token_id] < 0 and kind in other:
+            lost.setdefault((other[kind], old.tokens[token_id]), token_id)
     for new_id, key in enumerate(zip(new.kinds, new.tokens, strict=True)):
         if new_id not in taken and (old_id := lost.pop(key, None)) is not None:
             found[old_id] = new_id

@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from vocab_parallel.errors import CheckpointLayoutError, TyingError
+from vocab_parallel.vocabulary.row_states import is_known_other, is_row_state
 
 GROUP_KEY = "vocabulary_sha256"  # of a param_group
 _MODULE_KEY = "_vocabulary_mark"
 _REPLACED = "_replaced_by_migration"  # of a Parameter
-_OF_ROWS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance", "exp_avg_sq_row", "row_var")
 _FIX = (
     "Go on with the optimizer that was migrated with the model, or load a state saved after the migration; a saved "
     "checkpoint from before it moves by python -m vocab_parallel migrate CHECKPOINT TARGET --map FILE."
@@ -114,21 +114,21 @@ def mark_groups(optimizer: Any, parameters: set[int], sha256: str) -> None:
 
 def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """A hook before loads: refuses a state of another vocabulary or layout, before anything changes."""
-    index = 0
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-        if GROUP_KEY in group and saved.get(GROUP_KEY) != group[GROUP_KEY]:
+        if GROUP_KEY not in group:
+            continue
+        if saved.get(GROUP_KEY) != group[GROUP_KEY]:
             raise CheckpointLayoutError(
                 f"this optimizer's state is of the vocabulary {_short(group[GROUP_KEY])}, the one to load is of "
                 f"{_short(saved.get(GROUP_KEY))}: its rows are those of other tokens, whatever their number. " + _FIX
             )
-        for at, parameter in enumerate(group["params"], index):
-            for key, value in state_dict["state"].get(at, {}).items():
-                if GROUP_KEY in group and _other_rows(key, value, parameter):
+        for number, parameter in zip(saved["params"], group["params"], strict=False):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if _other_rows(key, value, parameter):
                     raise CheckpointLayoutError(
                         f"the state to load has {key} of shape {list(value.shape)} for a Parameter of shape "
                         f"{list(parameter.shape)}: it is of another vocabulary or layout. " + _FIX
                     )
-        index += len(group["params"])
 
 
 def _verify_mark(name: str, mark: Mark, found: str | None) -> None:
@@ -146,11 +146,10 @@ def _verify_mark(name: str, mark: Mark, found: str | None) -> None:
 
 
 def _other_rows(key: Any, value: Any, parameter: Tensor) -> bool:
-    """Whether a state has the width of its Parameter and another number of rows."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or parameter.dim() == 0:
+    """Whether a state is neither of the rows of its Parameter nor one that no migration touches."""
+    if not isinstance(value, Tensor):
         return False
-    same_kind = value.shape[1:] == parameter.shape[1:] and parameter.dim() > 1
-    return len(value) != len(parameter) and ((same_kind and len(value) > 1) or key in _OF_ROWS)
+    return not is_row_state(str(key), value.shape, parameter.shape) and not is_known_other(str(key), value.shape)
 
 
 def _short(sha256: str | None) -> str:

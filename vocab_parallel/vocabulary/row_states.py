@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Sums over the rows, one number a column: Adafactor's in torch, and in Transformers and fairseq.
-_COLUMN_STATES = ("col_var", "exp_avg_sq_col")
+# Sums over the rows, one number a column: Adafactor's in torch, and in Transformers and fairseq; CAME's.
+_COLUMN_STATES = ("col_var", "exp_avg_sq_col", "exp_avg_res_col")
 # A weight in full precision, of which the model's is a rounded copy.
 MASTER_WEIGHTS = ("master_weight", "master_param", "master", "fp32_master")
 
@@ -22,9 +22,9 @@ def is_row_state(name: str, value_shape: Sequence[int], parameter_shape: Sequenc
         value_shape: Its shape, of a shard or of the whole table.
         parameter_shape: Shape of the shard or table that it belongs to.
     """
-    if name.rpartition(".")[2] in (*_COLUMN_STATES, "step") or len(value_shape) == 0:
+    if name.rpartition(".")[2] in (*_COLUMN_STATES, "step"):
         return False
-    return value_shape[0] == parameter_shape[0]
+    return len(value_shape) > 0 and tuple(value_shape[:1]) == tuple(parameter_shape[:1])
 
 
 def is_known_other(name: str, value_shape: Sequence[int]) -> bool:

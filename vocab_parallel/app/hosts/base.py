@@ -75,10 +75,13 @@ class Host(ABC):
         """
 
     @abstractmethod
-    def finish_saving(self) -> None:
+    def finish_saving(self, *, failed: bool = False) -> None:
         """Waits for a save that goes on beside the training, and raises its error.
 
         Every rank calls it at the end, for the last `save`; the next one waits for the one before by itself.
+
+        Args:
+            failed: the training has ended with an error: waits a minute at most, and raises nothing.
         """
 
     @abstractmethod

@@ -76,7 +76,7 @@ class DeepSpeedHost(folders.FolderHost):
         return Head(whole[0], whole[1] if len(whole) > 1 else None)
 
     def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:
-        step = folders.compare(checkpoint, self.about(), vocabulary_sha256)
+        step = folders.compare(self.job, checkpoint, self.about(), vocabulary_sha256)
         # With the optimizer always: of stage 3, DeepSpeed has the weights alone by zero_to_fp32, which refuses TP > 1.
         self.engine.load_checkpoint(str(checkpoint), _TAG)
         integration.verify_tied(self.engine)

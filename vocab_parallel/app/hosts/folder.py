@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,8 +11,12 @@ from typing import Any
 
 from vocab_parallel.app.hosts.base import Host
 from vocab_parallel.app.job import Job
+from vocab_parallel.checkpoint.folders import checkpoints, name_of, prune
+from vocab_parallel.checkpoint.placing import aside_of, open_aside, put_in_place
+from vocab_parallel.checkpoint.together import agree, caught
+from vocab_parallel.checkpoint.writing import VOCABULARY, json_bytes, write_file
 from vocab_parallel.errors import CheckpointLayoutError
-from vocab_parallel.shard import VocabShard
+from vocab_parallel.shard import RankGroup, VocabShard
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest
 
@@ -40,12 +42,12 @@ class FolderHost(Host):
             if self.job.first:
                 manifest.write(place)
                 if identity is not None:
-                    identity.write(place / "vocabulary.json")
+                    identity.write(place / VOCABULARY)
 
         keep = self.config.train.keep_checkpoints
         save_whole(self.job, folder, step, write, about=self.about(), extra=extra, keep=keep)
 
-    def finish_saving(self) -> None:
+    def finish_saving(self, *, failed: bool = False) -> None:
         """`save` has finished when it returns."""
 
     @staticmethod
@@ -75,55 +77,76 @@ def save_whole(
         keep: how many checkpoints stay.
 
     Collectives:
-        Two barriers, and those of `write`.
+        Three all-gathers of 64 bytes, and those of `write`.
+
+    Raises:
+        VocabParallelError: on every rank, what went wrong on one; the checkpoint before stays.
     """
-    final, aside = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
-    if job.first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    job.barrier()
-    write(aside)
-    job.barrier()
-    if job.first:
-        with (aside / STATE).open("w", encoding="utf-8") as file:
-            json.dump({"step": step, "about": dict(about), "extra": dict(extra)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(aside, final)
-        for path in _whole(folder)[:-keep]:
-            shutil.rmtree(path)
-    job.barrier()
+    final, ranks = folder / name_of(step), RankGroup(job.group)
+    aside = aside_of(final)
+    state = {"step": step, "about": dict(about), "extra": dict(extra)}
+
+    def finish() -> None:
+        write_file(aside / STATE, json_bytes(state))
+        put_in_place(aside, final, state=STATE)
+        prune(folder, keep, final, STATE)
+
+    steps = [
+        (f"{final} could not be begun", lambda: open_aside(final), job.first),
+        (f"{final} could not be written by rank {job.rank}", lambda: write(aside), True),
+        (f"{final} could not be finished", finish, job.first),
+    ]
+    try:
+        for what, work, mine in steps:
+            agree(ranks, f"save {final.name}", caught(what, work) if mine else None)
+    except BaseException:
+        if job.first:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def latest_whole(folder: Path) -> Path | None:
     """The whole checkpoint with the highest step in `folder`; None if there is none."""
-    found = _whole(folder)
-    return found[-1] if found else None
+    return next(reversed(checkpoints(folder, STATE)), None)
 
 
-def compare(checkpoint: Path, about: Mapping[str, Any], vocabulary_sha256: str) -> int:
+def compare(job: Job, checkpoint: Path, about: Mapping[str, Any], vocabulary_sha256: str) -> int:
     """Refuses a checkpoint of another host, layout or vocabulary. Returns its step.
 
     Raises:
         CheckpointLayoutError: naming what differs, on every rank.
     """
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    state: dict[str, Any] = {}
+    fault = caught(f"{checkpoint} could not be read by rank {job.rank}", lambda: state.update(_read(checkpoint)))
+    agree(RankGroup(job.group), f"load {checkpoint.name}", fault)
     differs = [f"{key} {state['about'].get(key)!r}, here {want!r}" for key, want in about.items()
                if state["about"].get(key) != want]  # fmt: skip
-    if state["extra"].get("vocabulary_sha256", vocabulary_sha256) != vocabulary_sha256:
-        differs.append("another vocabulary: the same ids would mean other tokens")
+    saved = state["extra"].get("vocabulary_sha256", vocabulary_sha256)
+    if saved != vocabulary_sha256:
+        here = f"here {vocabulary_sha256[:16]}…: the same ids would mean other tokens"
+        differs.append(f"vocabulary sha256 {str(saved)[:16]}…, {here}")
     if differs:
-        raise CheckpointLayoutError(f"{checkpoint} does not fit this job: saved with {'; '.join(differs)}")
+        ranks = state["about"].get("tp_size"), state["about"].get("replicas")
+        raise CheckpointLayoutError(
+            f"{checkpoint} does not fit this job: saved with {'; '.join(differs)}. Such files load in the host and the "
+            f"layout that wrote them only: {ranks[0]} ranks a vocabulary (parallel.tp) and {ranks[1]} replicas"
+        )
     return int(state["step"])
 
 
-def _whole(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(
-        path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name) and (path / STATE).is_file()
-    )
+def _read(checkpoint: Path) -> dict[str, Any]:
+    """The file that was written last."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        good = isinstance(state["about"], dict) and isinstance(state["extra"], dict) and type(state["step"]) is int
+    except (ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise CheckpointLayoutError(
+            f"{checkpoint / STATE} is damaged: use the checkpoint before, mv {checkpoint} {checkpoint}.damaged"
+        )
+    found: dict[str, Any] = state
+    return found
 
 
 def layout(shard: VocabShard, job: Job) -> dict[str, int]:

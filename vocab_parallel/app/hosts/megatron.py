@@ -13,11 +13,12 @@ from vocab_parallel.app.hosts import folder as folders
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.model import Head
 from vocab_parallel.app.optim import mean_over_replicas
+from vocab_parallel.checkpoint.together import agree, caught
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.integrations import megatron as integration
 from vocab_parallel.integrations import small_gpt
 from vocab_parallel.layout import VocabLayout
-from vocab_parallel.shard import VocabShard
+from vocab_parallel.shard import RankGroup, VocabShard
 
 
 class MegatronHost(folders.FolderHost):
@@ -72,8 +73,14 @@ class MegatronHost(folders.FolderHost):
         return Head(self.model.embedding.word_embeddings.weight.detach(), None)
 
     def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:
-        step = folders.compare(checkpoint, self.about(), vocabulary_sha256)
-        saved = torch.load(self._file(checkpoint), map_location=self.job.device, weights_only=True)
+        step = folders.compare(self.job, checkpoint, self.about(), vocabulary_sha256)
+        saved: dict[str, Any] = {}
+
+        def read() -> None:
+            saved.update(torch.load(self._file(checkpoint), map_location=self.job.device, weights_only=True))
+
+        fault = caught(f"{self._file(checkpoint)} could not be read", read)
+        agree(RankGroup(self.job.group), f"load {checkpoint.name}", fault)
         self.model.load_state_dict(saved["model"])
         if not weights_only:
             self.optimizer.load_state_dict(saved["optimizer"])

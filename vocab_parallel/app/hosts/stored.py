@@ -36,8 +36,10 @@ class StoredHost(Host):
         keep = self.config.train.keep_checkpoints
         save_checkpoint(folder, self.model, self.optimizer, step, extra, keep=keep, group=self._ranks, **about)
 
-    def finish_saving(self) -> None:
-        if self.config.train.async_checkpoints:
+    def finish_saving(self, *, failed: bool = False) -> None:
+        if failed and "_saver" in vars(self):
+            self._saver.settle(timeout=60.0)
+        elif self.config.train.async_checkpoints and not failed:
             self._saver.wait()
 
     def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:

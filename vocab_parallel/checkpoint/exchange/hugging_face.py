@@ -9,23 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocab_parallel.checkpoint.exchange.hugging_face_assets import VOCABULARY, assets_of, files_beside, identity_of
+from vocab_parallel.checkpoint.exchange.casting import cast, converted
+from vocab_parallel.checkpoint.exchange.hugging_face_assets import assets_of, files_beside, identity_of
 from vocab_parallel.checkpoint.exchange.hugging_face_names import CONFIG, ModelConfig, find_tables
 from vocab_parallel.checkpoint.exchange.hugging_face_ties import names_and_ties
 from vocab_parallel.checkpoint.exchange.safetensors_files import SafetensorsFiles, open_safetensors, row_blocks
 from vocab_parallel.checkpoint.exchange.safetensors_writing import ToWrite, write_safetensors
-from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
+from vocab_parallel.checkpoint.exchange.targets import open_ours, publish, require_free, write_ours
+from vocab_parallel.checkpoint.files import StoredCheckpoint
 from vocab_parallel.checkpoint.migration.assets import vocabulary_bytes
+from vocab_parallel.checkpoint.placing import open_aside
 from vocab_parallel.checkpoint.rows import Rows
-from vocab_parallel.checkpoint.writing import make_state, open_aside, write_checkpoint, write_file
+from vocab_parallel.checkpoint.writing import VOCABULARY, write_file
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.layout import VocabLayout
-from vocab_parallel.vocabulary.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -63,59 +65,47 @@ def from_hugging_face(
 ) -> Exchanged:
     """A directory that `save_pretrained` wrote, as a checkpoint of this package.
 
-    The tables keep their real rows only. A weight that the configuration ties is one key and a tie, whether the files
-    hold it once or twice. Configuration and tokenizer are carried along in ``assets``, the ordered vocabulary as
-    vocabulary.json. It loads at any TP size and padding.
+    Tables keep their real rows; a tied weight is one key and a tie, whether the files hold it once or twice.
+    Configuration and tokenizer go along in ``assets``, the ordered vocabulary as vocabulary.json.
 
     Args:
-        source: With model.safetensors, or model.safetensors.index.json and its files; and config.json.
+        source: With config.json, and model.safetensors or several such files and their index.
         target: The checkpoint's folder.
         tp_size: Ranks whose shards the files are cut along.
         multiple_of: As of `VocabLayout`.
         vocab_size: Real rows; None: as config.json says.
         dtype: Of floating-point tensors; None: as they are.
         step: Of the checkpoint.
-        tables: Names of the tensors over the vocabulary, the embedding before the head, where their names do not tell.
+        tables: Names of the tensors over the vocabulary, the embedding before the head; None: told by their names.
         overwrite: Whether a target that is there is replaced.
 
     Memory:
         Three blocks of 4 MiB (or one row, where that is more); and the ordered table of the vocabulary.
 
     Raises:
-        CheckpointLayoutError: A damaged or missing file, tables that cannot be told, ties that do not hold; or the
-            target exists.
+        CheckpointLayoutError: A damaged or missing file, tables that cannot be told, ties that do not hold, numbers
+            that `dtype` cannot; or the target exists.
     """
     source, target = Path(source), Path(target)
-    _require_new(target, overwrite)
-    files, config = open_safetensors(source), ModelConfig.read(source / CONFIG)
-    real = vocab_size if vocab_size is not None else config.vocab_size
-    if real is None or real < 1:
-        raise CheckpointLayoutError(f"{source / CONFIG} has no vocab_size: give the real rows' number by --vocab-size")
-    found = find_tables(source, files, real, tables)
-    if found.rows < real:
-        raise CheckpointLayoutError(f"{source}: {found.names[0]} has {found.rows:,} rows, below vocab_size {real:,}")
-    stored_as, ties = names_and_ties(source, files, config, found, real)
-    names = {held: name for name, held in stored_as.items()}
-    over = tuple(names[held] for held in found.names if held in names)
+    require_free(target, source, overwrite=overwrite)
+    model = _read_model(source, vocab_size, tables)
+    model.config.require_plain(dtype)
+    real, over, ties = model.vocab_size, model.tables, model.ties
     layout = VocabLayout(real, tp_size, multiple_of=multiple_of)
-    parts = _parts(files, stored_as, over, layout, dtype)
-    tensors = {key: part[key] for part in parts for key in part}
+    parts = _parts(model, layout, dtype)
     assets, notes = assets_of(source)
-    if found.rows > real:
-        notes.insert(0, f"{found.rows - real:,} rows past vocab_size {real:,} are padding and are left out")
+    notes[:0] = model.notes
     identity = identity_of(source, real, notes)
-    extra: dict[str, Any] = {"hugging_face": {"folder": source.name, "rows": found.rows}}
+    extra: dict[str, Any] = {"hugging_face": {"folder": source.name, "rows": model.rows, "copies": model.copies}}
     if identity is not None:
         assets[VOCABULARY] = vocabulary_bytes(identity)
         extra["vocabulary_sha256"] = identity.sha256
-    head: dict[str, Any] = {} if len(over) > 1 or ties else {"head_key": None}  # a model without one
-    manifest = Manifest.of_tensors(
-        {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()},
-        tables=over, ties=ties, layout=layout, identity=identity, step=step, **config.scores(), **head,
+    tied = [alias for alias in ties if alias not in model.copies]
+    head: dict[str, Any] = {"head_key": tied[0] if tied else None} if tied or len(over) == 1 else {}
+    tensors = write_ours(
+        target, parts, layout, step=step, tables=over, ties=ties, extra=extra, assets=assets, identity=identity,
+        **model.config.scores(), **head,
     )  # fmt: skip
-    sizes = {"vocab_size": real, "padded_size": layout.padded_size, "tp_size": tp_size}
-    state = make_state(step, tensors, layout=sizes, tables=over, ties=ties, extra=extra)
-    write_checkpoint(target, parts, state=state, manifest=manifest, assets=assets)
     total = sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors.values())
     return Exchanged(target, over, real, ties, len(tensors), total, tuple(notes))
 
@@ -140,7 +130,8 @@ def to_hugging_face(
         target: The directory to write.
         dtype: Of floating-point tensors; None: as they are.
         max_shard_bytes: Of tensors in one file; more go to several files and an index.
-        tied: A tied weight under its first name only ("one", as Transformers does; None too), or under each ("both").
+        tied: A tied weight under its first name only ("one", as Transformers does), or under each ("both"). None: under
+            its first, but copies for an encoder or a layer that came with a directory stay.
         config: A config.json, or a directory with one, in place of the one that came with the checkpoint.
         verify: Whether to compare the checkpoint's files with their hashes first.
         overwrite: Whether a target that is there is replaced.
@@ -153,21 +144,9 @@ def to_hugging_face(
             there.
     """
     target = Path(target)
-    _require_new(target, overwrite)
-    stored = open_checkpoint(checkpoint)
-    ties: dict[str, str] = stored.state["ties"]
-    if tied not in (None, "one", "both") or (tied is not None and not ties):
-        why = "expected one or both" if ties else "its embedding and head are two weights, or it has one of them only"
-        raise CheckpointLayoutError(f"{stored.path}: tied={tied}: {why}")
-    if verify:
-        stored.verify()
-    tensors = {
-        key.removeprefix("model."): _to_write(stored, key, dtype) for key in stored.tensors if key.startswith("model.")
-    }
-    if not tensors:
-        raise CheckpointLayoutError(f"{stored.path} holds no tensor of a model")
-    if tied == "both":
-        tensors |= {alias: tensors[name] for alias, name in ties.items()}
+    require_free(target, Path(checkpoint), overwrite=overwrite)
+    stored = open_ours(checkpoint, verify=verify)
+    tensors = _model_tensors(stored, dtype, tied)
     notes: list[str] = []
     vocab_size = int(stored.state["layout"]["vocab_size"])
     beside = files_beside(stored, config, vocab_size, dtype, notes)
@@ -184,36 +163,56 @@ def to_hugging_face(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     total = sum(tensor.nbytes for tensor in tensors.values())
+    ties = stored.state["ties"]
     return Exchanged(target, tuple(stored.state["tables"]), vocab_size, ties, len(tensors), total, tuple(notes))
 
 
-def publish(aside: Path, target: Path) -> None:
-    """Gives a whole folder its name; one of that name goes only after."""
-    old = target.parent / f".{target.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(aside, target)
-    shutil.rmtree(old, ignore_errors=True)
+class _Model(NamedTuple):
+    """What a directory holds: the names in the model with those in the files, and what is over the vocabulary.
+
+    Attributes:
+        rows: Of the longest table, padding included.
+        copies: Tied names that are no head's, which the files hold too.
+    """
+
+    files: SafetensorsFiles
+    config: ModelConfig
+    stored_as: dict[str, str]
+    tables: tuple[str, ...]
+    ties: dict[str, str]
+    vocab_size: int
+    rows: int
+    copies: list[str]
+    notes: list[str]
 
 
-def _require_new(target: Path, overwrite: bool) -> None:
-    if target.exists() and not overwrite:
-        raise CheckpointLayoutError(f"{target} exists: give another name, or --overwrite to replace it")
+def _read_model(source: Path, vocab_size: int | None, tables: Sequence[str] | None) -> _Model:
+    files, config = open_safetensors(source), ModelConfig.read(source / CONFIG)
+    real = vocab_size if vocab_size is not None else config.vocab_size
+    if real is None or real < 1:
+        raise CheckpointLayoutError(f"{source / CONFIG} has no vocab_size: give the real rows' number by --vocab-size")
+    found = find_tables(source, files, real, tables)
+    stored_as, ties = names_and_ties(source, files, config, found, real)
+    names = {held: name for name, held in stored_as.items()}
+    over = tuple(names[held] for held in found.names if held in names)
+    notes = []
+    if found.rows > real:
+        notes.append(f"{found.rows - real:,} rows past vocab_size {real:,} are padding and are left out")
+    for name, place in files.places.items():
+        if name not in found.names and found.rows in place.shape[1:]:
+            notes.append(f"{name} {list(place.shape)} is no table, and stays as it is where rows are left out or moved")
+    return _Model(files, config, stored_as, over, ties, real, found.rows, [*found.copies], notes)
 
 
-def _parts(
-    files: SafetensorsFiles, stored_as: Mapping[str, str], tables: Sequence[str], layout: VocabLayout,
-    dtype: torch.dtype | None,
-) -> list[dict[str, Tensor]]:  # fmt: skip
+def _parts(model: _Model, layout: VocabLayout, dtype: torch.dtype | None) -> list[dict[str, Tensor]]:
     """What the files of each rank hold: its rows of the tables, and other tensors where there is least yet."""
     parts: list[dict[str, Tensor]] = [{} for _ in range(layout.tp_size)]
     held = [0] * layout.tp_size
-    for name, stored in stored_as.items():
-        place, key = files.places[stored], f"model.{name}"
-        kind = _converted(place.dtype, dtype)
-        read = partial(_read, files, stored, kind)
-        if name in tables:
+    for name, stored in model.stored_as.items():
+        place, key = model.files.places[stored], f"model.{name}"
+        kind = converted(name, place.dtype, dtype)
+        read = partial(_read, model.files, stored, kind)
+        if name in model.tables:
             size = (layout.vocab_size, *place.shape[1:])
             for rank, part in enumerate(parts):
                 own = layout.range(rank)
@@ -229,14 +228,28 @@ def _parts(
 
 
 def _read(files: SafetensorsFiles, name: str, dtype: torch.dtype, start: int, stop: int | None) -> Tensor:
-    return files.read(name, start, stop).to(dtype)
+    return cast(name, files.read(name, start, stop), dtype)
 
 
-def _to_write(stored: StoredCheckpoint, key: str, dtype: torch.dtype | None) -> ToWrite:
-    own, shape = stored.tensors[key]
-    read: Callable[[int, int], Tensor] = partial(stored.read, key)
-    return ToWrite(_converted(own, dtype), tuple(shape), partial(row_blocks, tuple(shape), own, read))
+def _model_tensors(stored: StoredCheckpoint, dtype: torch.dtype | None, tied: str | None) -> dict[str, ToWrite]:
+    """The model's tensors by their names, and the aliases of tied ones if `tied` is "both"."""
+    ties: dict[str, str] = stored.state["ties"]
+    if tied not in (None, "one", "both") or (tied is not None and not ties):
+        why = "expected one or both" if ties else "its embedding and head are two weights, or it has one of them only"
+        raise CheckpointLayoutError(f"{stored.path}: tied={tied}: {why}")
+    tensors = {}
+    for key in (key for key in stored.tensors if key.startswith("model.")):
+        name, (own, shape) = key.removeprefix("model."), stored.tensors[key]
+        kind = converted(name, own, dtype)
+        read: Callable[[int, int], Tensor] = partial(_read_stored, stored, key, kind)
+        tensors[name] = ToWrite(kind, tuple(shape), partial(row_blocks, tuple(shape), own, read))
+    if not tensors:
+        raise CheckpointLayoutError(f"{stored.path} holds no tensor of a model")
+    origin = stored.state["extra"].get("hugging_face")
+    copies = origin.get("copies") if isinstance(origin, dict) and tied is None else None
+    twice = ties if tied == "both" else copies if isinstance(copies, list) else ()
+    return tensors | {alias: tensors[name] for alias, name in ties.items() if alias in twice}
 
 
-def _converted(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and own.is_floating_point else own
+def _read_stored(stored: StoredCheckpoint, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    return cast(key, stored.read(key, start, stop), dtype)

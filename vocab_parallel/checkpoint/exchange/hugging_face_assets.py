@@ -5,27 +5,31 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vocab_parallel.checkpoint.exchange.hugging_face_names import CONFIG, ModelConfig
 from vocab_parallel.checkpoint.files import StoredCheckpoint
 from vocab_parallel.checkpoint.migration.assets import is_tokenizer_file
-from vocab_parallel.checkpoint.writing import ASSETS, dtype_name
+from vocab_parallel.checkpoint.writing import ASSETS, VOCABULARY, dtype_name
 from vocab_parallel.errors import VocabularyError
 from vocab_parallel.vocabulary.formats import find_file, read_vocabulary
 from vocab_parallel.vocabulary.identity import VocabIdentity
 
-VOCABULARY = "vocabulary.json"
+_MADE_NEW = (".safetensors", ".safetensors.index.json", VOCABULARY)
 _BESIDE = (CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE")
 
 
 def assets_of(source: Path) -> tuple[dict[str, Path | bytes], list[str]]:
     """Files of a directory to carry along, by their names in a checkpoint; and a note of those that are not."""
-    found, left = _beside(source)
-    notes = [f"not carried along: {', '.join(left[:8])}"] if left else []
-    return {f"{ASSETS}/{name}": path for name, path in found.items()}, notes
+    found: dict[str, Path | bytes] = {}
+    left = []
+    for path in sorted(source.iterdir()):
+        if path.is_file() and _goes_along(path.name):
+            found[f"{ASSETS}/{path.name}"] = path
+        elif not path.name.startswith(".") and not path.name.endswith(_MADE_NEW):
+            left.append(path.name)
+    return found, [f"not carried along: {', '.join(left[:8])}"] if left else []
 
 
 def identity_of(source: Path, real: int, notes: list[str]) -> VocabIdentity | None:
@@ -48,8 +52,8 @@ def files_beside(
 ) -> dict[str, Path | bytes]:  # fmt: skip
     """The files beside the tensors, by name, with a corrected configuration."""
     listed = [name.removeprefix(f"{ASSETS}/") for name in stored.state["files"] if name.startswith(f"{ASSETS}/")]
-    found: dict[str, Path | bytes] = {name: stored.path / ASSETS / name for name in listed if _is_beside(name)}
-    if not any(is_tokenizer_file(name) for name in found) and (stored.path / VOCABULARY).is_file():
+    found: dict[str, Path | bytes] = {name: stored.path / ASSETS / name for name in listed if _goes_along(name)}
+    if VOCABULARY in stored.state["files"] and not any(is_tokenizer_file(name) for name in found):
         found[VOCABULARY] = stored.path / VOCABULARY
     path = found.get(CONFIG)
     if config is not None:
@@ -57,30 +61,19 @@ def files_beside(
     if not isinstance(path, Path):
         notes.append(f"the checkpoint came without {CONFIG}: only tensors are written; --config gives one")
         return found
-    values, changes = ModelConfig.read(path).corrected(
-        vocab_size=vocab_size, tied=bool(stored.state["ties"]), dtype=None if dtype is None else dtype_name(dtype)
+    weights = [name for name in stored.state["tables"] if len(stored.tensors[f"model.{name}"][1]) > 1]
+    tied = False if len(weights) > 1 else True if stored.state["ties"] else None  # None: it has no head to tie
+    said = ModelConfig.read(path)
+    said.require_plain(dtype)
+    values, changes = said.corrected(
+        vocab_size=vocab_size, tied=tied, dtype=None if dtype is None else dtype_name(dtype)
     )
-    found[CONFIG] = _json_bytes(values) if changes else path
+    as_written = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()  # as Transformers writes them
+    found[CONFIG] = as_written if changes else path
     notes.extend(f"{CONFIG}: {change}" for change in changes)
     return found
 
 
-def _json_bytes(values: dict[str, Any]) -> bytes:
-    """As Transformers writes its configurations."""
-    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _beside(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Files of a directory to carry along, by name, and the names of those that are not."""
-    found, left = {}, []
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and (path.name in _BESIDE or is_tokenizer_file(path.name)):
-            found[path.name] = path
-        elif not path.name.startswith(".") and not path.name.endswith((".safetensors", ".safetensors.index.json")):
-            left.append(path.name)
-    return found, left
-
-
-def _is_beside(name: str) -> bool:
-    """Whether a file that was carried along belongs into a Hugging Face directory; a name with a path never does."""
+def _goes_along(name: str) -> bool:
+    """Whether a file beside a model's tensors is carried along; a name with a path never is."""
     return Path(name).name == name and (name in _BESIDE or is_tokenizer_file(name))

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vocab_parallel.checkpoint.exchange.safetensors_files import SafetensorsFiles
 from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.vocabulary.manifest.describing import scores_of
 
 CONFIG = "config.json"
 _LARGEST_CONFIG = 32 * 2**20
 _SECTIONS = ("text_config", "llm_config", "language_config", "decoder", "generator")  # of models of more than text
+
+# Architectures that have an embedding and another head than that of a language model, or none.
+_WITHOUT_HEAD = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel", "ForTextEncoding")
 
 # The module that holds a table, as the field names it; those of the second line only where their rows fit.
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "tokens_embed", "word_embedding")
@@ -70,32 +76,39 @@ class ModelConfig:
 
     @property
     def has_head(self) -> bool:
-        """Whether the architecture has a head at all: ``LlamaModel`` has none, ``GPT2LMHeadModel`` one."""
+        """Whether the architecture has a language model's head: ``LlamaModel`` has none, ``GPT2LMHeadModel`` one."""
         found = self.values.get("architectures")
         names = [str(name) for name in found] if isinstance(found, list) else []
-        return not names or any("Head" in name or not name.endswith("Model") for name in names)
+        of_text = [name for name in names if not any(word in name for word in _WITHOUT_HEAD)]
+        return not names or any("Head" in name or not name.endswith("Model") for name in of_text)
 
     def scores(self) -> dict[str, Any]:
         """What the model's forward does to its logits, as a manifest has it."""
-        softcap, scale, divided = map(self.get, ("final_logit_softcapping", "logit_scale", "logits_scaling"))
-        scale = scale if scale is not None else 1.0 / divided if divided else None
-        return {name: float(one) for name, one in (("softcap", softcap), ("scale", scale)) if one is not None}
+        return scores_of(self.get)
 
-    def corrected(self, *, vocab_size: int, tied: bool, dtype: str | None) -> tuple[dict[str, Any], list[str]]:
-        """The values for tables of other rows, ties or (if given) dtype; and in words what has changed."""
-        wanted: dict[str, Any] = {"vocab_size": vocab_size, "tie_word_embeddings": tied}
-        wanted |= {} if dtype is None else {"dtype": dtype, "torch_dtype": dtype}
-        values = json.loads(json.dumps(self.values))
-        changes = []
+    def corrected(
+        self, *, vocab_size: int, tied: bool | None, dtype: str | None
+    ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+        """The values for tables of other rows and (if given) ties and dtype; and in words what has changed."""
+        wanted = {"vocab_size": vocab_size, "tie_word_embeddings": tied, "dtype": dtype, "torch_dtype": dtype}
+        needed = {"vocab_size": self.vocab_size is None, "tie_word_embeddings": self.tied is None}
+        changes: list[str] = []
+        values = {**self.values, **{name: {**self.values[name]} for name in self._section_names()}}
         for where, one in (("", values), *((f"{name}.", values[name]) for name in self._section_names())):
             for name, value in wanted.items():
-                needed = not where and name == "vocab_size" and self.vocab_size is None
-                if not needed and name == "tie_word_embeddings":
-                    needed = not where and self.tied is None
-                if (one.get(name) is not None or needed) and one.get(name) != value:
+                stands = one.get(name) is not None or (not where and needed.get(name, False))
+                if value is not None and stands and one.get(name) != value:
                     changes.append(f"{where}{name} {json.dumps(one.get(name))} is now {json.dumps(value)}")
                     one[name] = value
         return values, changes
+
+    def require_plain(self, dtype: torch.dtype | None) -> None:
+        """Raises if the model is quantised and its numbers are to get another dtype."""
+        if dtype is not None and self.get("quantization_config"):
+            raise CheckpointLayoutError(
+                f"{CONFIG} has a quantization_config: {dtype} would change scales and leave what they scale. Convert "
+                "without --dtype, or dequantise the model first"
+            )
 
     def _sections(self) -> Iterator[dict[str, Any]]:
         yield from (self.values[name] for name in self._section_names())
@@ -110,12 +123,15 @@ class Tables:
 
     Attributes:
         embedding, head: Names of the two weights; one of them is None if the files hold one only.
-        names: Of all tables, the embedding first, then the head, then biases.
-        rows: Of each, padding included.
+        copies: Further embeddings and heads to the first, as encoders, decoders and layers that predict further tokens
+            have them: they must be equal.
+        names: Of all tables, the embedding first, then the head, then others such as biases.
+        rows: Of the longest, padding included.
     """
 
     embedding: str | None
     head: str | None
+    copies: Mapping[str, str]
     names: tuple[str, ...]
     rows: int
 
@@ -127,32 +143,38 @@ def find_tables(folder: Path, files: SafetensorsFiles, vocab_size: int, given: S
         CheckpointLayoutError: None, or several that do not fit each other; naming what could be meant.
     """
     shapes = {name: place.shape for name, place in files.places.items()}
+    hint = f"candidates: {', '.join(_candidates(shapes, vocab_size))}"
     if given is not None:
-        if missing := [name for name in given if not _rows(shapes.get(name, ()))]:
-            raise CheckpointLayoutError(f"{folder} has no table {missing[0]}; {_candidates(shapes, vocab_size)}")
+        if missing := [name for name in given if not _rows(shapes.get(name, ())) or given.count(name) > 1]:
+            raise CheckpointLayoutError(f"{folder} has no table {missing[0]}, or it is named twice; {hint}")
         named = list(given)
+        short = [name for name in given if _rows(shapes[name]) < vocab_size]
     else:
         named = [name for name, shape in shapes.items() if _is_named(name) and _rows(shape) >= vocab_size]
         short = [name for name, shape in shapes.items() if _strong(name) and 0 < _rows(shape) < vocab_size]
-        if short:
-            raise CheckpointLayoutError(
-                f"{folder}: {short[0]} has {_rows(shapes[short[0]]):,} rows, the vocabulary {vocab_size:,} ids. "
-                f"Give the right --vocab-size, or name the tables by --tables; {_candidates(shapes, vocab_size)}"
-            )
+    if short:
+        raise CheckpointLayoutError(
+            f"{folder}: {short[0]} has {_rows(shapes[short[0]]):,} rows, the vocabulary {vocab_size:,} ids. Give the "
+            f"right --vocab-size, or name the tables by --tables; {hint}"
+        )
     weights = [name for name in named if len(shapes[name]) == 2 and (given is not None or name.endswith("weight"))]
     embeddings = [name for name in weights if _module(name) in (*EMBEDDINGS, *EMBEDDINGS_TOO)]
-    heads = [name for name in weights if name not in embeddings]
+    embeddings.sort(key=lambda name: (_module(name) != "shared", name.count(".")))
+    heads = sorted((name for name in weights if name not in embeddings), key=lambda name: name.count("."))
     if given is not None:  # the first is the embedding, whatever it is called
         embeddings, heads = weights[:1], weights[1:2]
-    if not weights or max(len(embeddings), len(heads)) > 1 or len({_rows(shapes[name]) for name in named}) > 1:
+    uneven = given is None and len({_rows(shapes[name]) for name in named}) > 1
+    if not weights or uneven:
         what = "no table is known by its name" if not weights else "which tensors are the tables is not clear"
         raise CheckpointLayoutError(
             f"{folder}: {what} among those of {vocab_size:,} rows or more. Name them by --tables, the embedding before "
-            f"the head; {_candidates(shapes, vocab_size)}"
+            f"the head; {hint}"
         )
-    first = [*embeddings, *heads]
+    first = [*embeddings[:1], *heads[:1]]
     names = (*first, *[name for name in named if name not in first])
-    return Tables(next(iter(embeddings), None), next(iter(heads), None), names, _rows(shapes[first[0]]))
+    copies = {copy: kind[0] for kind in (embeddings, heads) for copy in kind[1:]}
+    rows = max(_rows(shapes[name]) for name in named)
+    return Tables(next(iter(embeddings), None), next(iter(heads), None), copies, names, rows)
 
 
 def _module(name: str) -> str:
@@ -171,9 +193,7 @@ def _rows(shape: Sequence[int]) -> int:
     return shape[0] if shape else 0
 
 
-def _candidates(shapes: Mapping[str, Sequence[int]], vocab_size: int) -> str:
-    found = [f"{name} {list(shape)}" for name, shape in shapes.items() if _is_named(name) or _rows(shape) >= vocab_size]
-    if not found:
-        largest = sorted(shapes, key=lambda name: -_rows(shapes[name]))[:4]
-        found = [f"{name} {list(shapes[name])}" for name in largest]
-    return f"candidates: {', '.join(found[:8])}"
+def _candidates(shapes: Mapping[str, Sequence[int]], vocab_size: int) -> list[str]:
+    found = [name for name, shape in shapes.items() if _is_named(name) or _rows(shape) >= vocab_size]
+    found = found or sorted(shapes, key=lambda name: -_rows(shapes[name]))[:4]
+    return [f"{name} {list(shapes[name])}" for name in found[:8]]

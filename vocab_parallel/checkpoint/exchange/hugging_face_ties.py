@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,15 +11,24 @@ from vocab_parallel.checkpoint.exchange.hugging_face_names import CONFIG, ModelC
 from vocab_parallel.checkpoint.exchange.safetensors_files import SafetensorsFiles, row_ranges
 from vocab_parallel.errors import CheckpointLayoutError
 
-# An embedding's name ends so: its head's name. The first that fits.
+# Another tensor's name begins so: the head's name, in a file that names the embedding alone. The first that fits.
 _HEAD_OF = (
-    ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"),
-    ("gpt_neox_japanese.embed_in.weight", "embed_out.weight"),
-    ("biogpt.embed_tokens.weight", "output_projection.weight"),
-    ("rwkv.embeddings.weight", "head.weight"),
+    ("language_model.model.", "language_model.lm_head.weight"),
+    ("text_model.model.", "text_model.lm_head.weight"),
+    ("cls.predictions.", "cls.predictions.decoder.weight"),
+    ("predictions.", "predictions.decoder.weight"),
+    ("lm_head.dense.", "lm_head.decoder.weight"),
+    ("generator_predictions.", "generator_lm_head.weight"),
+    ("vocab_projector.", "vocab_projector.weight"),
+    ("lm_loss.", "lm_loss.weight"),
+    ("pred_layer.proj.", "pred_layer.proj.weight"),
+    ("model.encoder.conv1.", "proj_out.weight"),
+    ("gpt_neox_japanese.", "embed_out.weight"),
+    ("biogpt.", "output_projection.weight"),
+    ("rwkv.", "head.weight"),
     ("", "lm_head.weight"),
 )
-# Another tensor's name begins so: the embedding's name, in a file that names the head alone.
+# The same for the embedding's name, in a file that names the head alone.
 _EMBEDDING_OF = (
     ("model.language_model.", "model.language_model.embed_tokens.weight"),
     ("model.decoder.", "model.decoder.embed_tokens.weight"),
@@ -32,9 +41,17 @@ _EMBEDDING_OF = (
 def names_and_ties(
     source: Path, files: SafetensorsFiles, config: ModelConfig, tables: Tables, real: int
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The name of each tensor in the model with its name in the files, and the ties."""
+    """The name of each tensor in the model with its name in the files, and the ties, a head's first."""
     names = {name: name for name in files.places}
     embedding, head, tied = tables.embedding, tables.head, config.tied
+    ties = dict(tables.copies)
+    for copy, first in ties.items():
+        if not _equal(files, first, copy, real):
+            raise CheckpointLayoutError(
+                f"{source}: which tensors are the tables is not clear: {first} and {copy} are two different tensors. "
+                "Name the tables by --tables, the embedding before the head; others then stay as they are"
+            )
+        del names[copy]
     if embedding is not None and head is not None:
         equal = tied is not False and _equal(files, embedding, head, real)
         if tied and not equal:
@@ -43,19 +60,25 @@ def names_and_ties(
                 'If the model has two weights, write "tie_word_embeddings": false there; if one, take the other out'
             )
         if not equal:
-            return names, {}
+            return names, ties
         del names[head]
-        return names, {head: embedding}
+        return names, {head: embedding, **dict.fromkeys(ties, embedding)}
     if tied is False and config.has_head:
         raise CheckpointLayoutError(
             f"{source}: {embedding or head} is the only table, but by {CONFIG} embedding and head are not tied: a file "
             'is missing, or the model is tied and "tie_word_embeddings": true is right there'
         )
+    if embedding is not None and not config.has_head:
+        return names, ties
+    made = _partner(str(embedding or head), files, _HEAD_OF if embedding is not None else _EMBEDDING_OF)
+    if made in names:
+        raise CheckpointLayoutError(
+            f"{source}: {embedding or head} is the only table, and {made}, which would be tied to it, is a tensor of "
+            "its own: name both by --tables, the embedding before the head"
+        )
     if embedding is not None:
-        return names, {head_name(embedding, files.metadata): embedding} if config.has_head else {}
-    assert head is not None
-    first = embedding_name(head, files)
-    return {first if name == head else name: name for name in names}, {head: first}
+        return names, {made: embedding, **ties}
+    return {made if name == head else name: name for name in names}, {str(head): made, **dict.fromkeys(ties, made)}
 
 
 def _equal(files: SafetensorsFiles, one: str, other: str, rows: int) -> bool:
@@ -69,22 +92,10 @@ def _equal(files: SafetensorsFiles, one: str, other: str, rows: int) -> bool:
     )
 
 
-def head_name(embedding: str, metadata: Mapping[str, str]) -> str:
-    """The name of the head that is tied to an embedding, from a file that holds it once."""
-    kept = [alias for alias, name in metadata.items() if name == embedding]  # as safetensors' save_model notes it
-    return kept[0] if kept else next(head for end, head in _HEAD_OF if embedding.endswith(end))
-
-
-def embedding_name(head: str, files: SafetensorsFiles) -> str:
-    """The name of the embedding that is tied to a head, from a file that holds it once.
-
-    Raises:
-        CheckpointLayoutError: No other name tells which model this is.
-    """
-    kept = [alias for alias, name in files.metadata.items() if name == head]
-    known = [name for begin, name in _EMBEDDING_OF if any(key.startswith(begin) for key in files.places)]
-    if not kept and not known:
-        raise CheckpointLayoutError(
-            f"{head} is tied to an embedding that no file has the name of: save the model again"
-        )
-    return kept[0] if kept else known[0]
+def _partner(name: str, files: SafetensorsFiles, known: Sequence[tuple[str, str]]) -> str:
+    """The other name of a tied weight that the files hold once."""
+    kept = [alias for alias, held in files.metadata.items() if held == name]  # as safetensors' save_model notes it
+    found = kept + [other for begin, other in known if any(key.startswith(begin) for key in files.places)]
+    if not found:
+        raise CheckpointLayoutError(f"{name} is tied to an embedding that no file names: save the model again")
+    return found[0]

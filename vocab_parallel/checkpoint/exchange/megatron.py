@@ -26,16 +26,14 @@ from vocab_parallel.checkpoint.exchange.megatron_files import (
     owner_of,
     place_of,
     read_objects,
-    require_new,
 )
 from vocab_parallel.checkpoint.exchange.megatron_writing import to_megatron
 from vocab_parallel.checkpoint.exchange.opaque import load_plain
+from vocab_parallel.checkpoint.exchange.targets import require_free, write_ours
 from vocab_parallel.checkpoint.files import StoredTensors
 from vocab_parallel.checkpoint.rows import Rows
-from vocab_parallel.checkpoint.writing import make_state, write_checkpoint
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.layout import VocabLayout
-from vocab_parallel.vocabulary.manifest import Manifest
 
 __all__ = ["from_megatron", "to_megatron"]
 
@@ -53,69 +51,64 @@ def from_megatron(
 ) -> Path:
     """Makes a checkpoint of ours from one of Megatron-core's `dist_checkpointing`.
 
-    Embedding, head and head bias keep their real rows, with the optimizer state that is stored by parameter
-    (`exp_avg`, `exp_avg_sq`, momentum; `fp32_param` and `param` are master weights). All else is carried tensor by
-    tensor under its own name; objects (common.pt, extra states, random states) as bytes that are not unpickled.
+    Embedding, head and head bias keep their real rows, with optimizer state that is stored by parameter (`exp_avg`,
+    `exp_avg_sq`, momentum; `fp32_param` and `param` are master weights). All else keeps its name; objects (common.pt,
+    extra states, random states) go along as bytes that are not unpickled.
 
     Args:
         source: The folder with metadata.json, or a save folder with latest_checkpointed_iteration.txt.
         target: The checkpoint to write, such as ``run/step-00000042``.
         vocab_size: Real rows; Megatron stores the padded table and not its real size.
-        tp_size: Files are cut along the shards of so many ranks; any number loads.
+        tp_size: Files are cut along the shards of so many ranks.
         tied: Whether you expect one weight for both uses; None takes what is there (no `output_layer.weight`: tied).
         rename: Names of parameters there to names here, where they differ.
         optimizer: Whether to convert the optimizer's state too.
         multiple_of: As of `VocabLayout`.
 
     Returns:
-        `target`. Its state has under ``extra["megatron"]`` the padded size that was there.
+        `target`.
 
     Memory:
-        One block of 4 MiB, one of Megatron's own where it cut a tensor over another dimension than the first, and
-        the objects' bytes.
+        Two blocks of 4 MiB, and the objects' bytes.
 
     Raises:
-        CheckpointLayoutError: No distributed checkpoint; a damaged one; `vocab_size` is missing or above the table's
-            rows; not tied as expected; the optimizer's state is not stored by parameter; `target` exists.
+        CheckpointLayoutError: No distributed checkpoint or a damaged one; `vocab_size` is missing or above the table's
+            rows; not tied as expected; optimizer state that is not by parameter; `target` exists.
     """
-    target = Path(target)
-    require_new(target)
-    folder = find_distributed(Path(source))
-    stored = StoredTensors(folder)
-    common = load_plain(folder / COMMON)
+    source, target = Path(source), Path(target)
+    require_free(target, source)
+    stored = StoredTensors(find_distributed(source))
+    common = load_plain(stored.path / COMMON)
     names = our_keys(stored, rename or {}, optimizer)
     tables, ties = _tables(stored, names, rename or {}, tied)
     padded = _padded_rows(stored, names, tables, vocab_size, target)
     assert vocab_size is not None
     layout = VocabLayout(vocab_size, tp_size, multiple_of=multiple_of)
-    parts: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
+    parts = _parts(stored, names, tables, layout)
+    parts[0].update(_steps(names, optimizer_step(common)))
+    objects, index = read_objects(stored, optimizer)
+    write_ours(
+        target, parts, layout, step=iteration_of(common, stored.path), tables=tables, ties=ties,
+        extra={ORIGIN: {"padded_size": padded, "keys": names, "objects": index}},
+        assets={f"{FOLDER}/{COMMON}": stored.path / COMMON, f"{FOLDER}/{OBJECTS}": objects}, host=ORIGIN,
+    )  # fmt: skip
+    return target
+
+
+def _parts(
+    stored: StoredTensors, names: Mapping[str, str], tables: list[str], layout: VocabLayout
+) -> list[dict[str, Tensor]]:
+    """What the files of each rank hold: its rows of the tables and their states; the first all else."""
+    parts: list[dict[str, Tensor]] = [{} for _ in range(layout.tp_size)]
     for ours, theirs in names.items():
         dtype, size = stored.tensors[theirs]
-        if owner_of(ours) in tables:
-            for rank, part in enumerate(parts):
-                mine = layout.range(rank)
-                rows = (vocab_size, *size[1:])
-                part[ours] = Rows.made(rows, dtype, mine.start, len(mine), partial(stored.read, theirs))
-        else:
+        if owner_of(ours) not in tables:
             parts[0][ours] = carried(stored, theirs)
-    parts[0].update(_steps(names, optimizer_step(common)))
-    tensors = {key: value for part in parts for key, value in part.items()}
-    step = iteration_of(common, folder)
-    objects, index = read_objects(stored, optimizer)
-    state = make_state(
-        step,
-        tensors,
-        layout={"vocab_size": vocab_size, "padded_size": layout.padded_size, "tp_size": tp_size},
-        tables=tables,
-        ties=ties,
-        extra={ORIGIN: {"padded_size": padded, "keys": names, "objects": index}},
-    )
-    assets: dict[str, Path | bytes] = {f"{FOLDER}/{COMMON}": folder / COMMON, f"{FOLDER}/{OBJECTS}": objects}
-    manifest = Manifest.of_tensors(
-        {key: (value.dtype, value.shape) for key, value in tensors.items()},
-        tables=tables, ties=ties, layout=layout, step=step, host=ORIGIN,
-    )  # fmt: skip
-    return write_checkpoint(target, parts, state=state, manifest=manifest, assets=assets)
+            continue
+        for rank, part in enumerate(parts):
+            mine, rows = layout.range(rank), (layout.vocab_size, *size[1:])
+            part[ours] = Rows.made(rows, dtype, mine.start, len(mine), partial(stored.read, theirs))
+    return parts
 
 
 def _tables(
@@ -147,7 +140,8 @@ def _tables(
 def _padded_rows(
     stored: StoredTensors, names: Mapping[str, str], tables: list[str], vocab_size: int | None, target: Path
 ) -> int:
-    sizes = {theirs: stored.tensors[theirs][1][0] for ours, theirs in names.items() if owner_of(ours) in tables}
+    shapes = {theirs: stored.tensors[theirs][1] for ours, theirs in names.items() if owner_of(ours) in tables}
+    sizes = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
     padded = next(iter(sizes.values()))
     if len(set(sizes.values())) > 1:
         raise CheckpointLayoutError(f"{stored.path} has tables of different sizes: {sizes}")

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from vocab_parallel.checkpoint.files import StoredTensors
+from vocab_parallel.checkpoint.placing import METADATA
 from vocab_parallel.checkpoint.rows import Rows
-from vocab_parallel.checkpoint.writing import ASSETS, METADATA
+from vocab_parallel.checkpoint.writing import ASSETS
 from vocab_parallel.errors import CheckpointLayoutError
 
 COMMON, CONFIG, OBJECTS = "common.pt", "metadata.json", "objects.bin"
@@ -30,7 +31,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _BY_PARAMETER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _MASTERS = ("fp32_param", "param")  # as Float16OptimizerWithFloat16Params and DistributedOptimizer name it
-_LARGEST_OBJECTS, _LARGEST_TEXT = 2**30, 2**20
+_LARGEST_OBJECTS, _LARGEST_TEXT, _DEEPEST = 2**30, 2**20, 16
 
 
 def find_distributed(source: Path) -> Path:
@@ -67,19 +68,19 @@ def find_distributed(source: Path) -> Path:
     return folder
 
 
-def require_new(target: Path) -> None:
-    """Raises if there is something under a name that is to be written."""
-    if target.exists():
-        raise CheckpointLayoutError(f"{target} exists: name a new folder, nothing is replaced")
-
-
 def our_keys(stored: StoredTensors, rename: Mapping[str, str], optimizer: bool) -> dict[str, str]:
     """Keys of ours to theirs.
 
     Raises:
-        CheckpointLayoutError: Optimizer state that is not of one parameter in its own shape; one name for two tensors.
+        CheckpointLayoutError: Optimizer state that is not of one parameter in its own shape; one name for two tensors;
+            a parameter to rename that is not there.
     """
     weights = {key for key in stored.tensors if not _OPTIMIZER.match(key)}
+    heads = {f"{key.removesuffix(VOCABULARY[0])}{HEAD}" for key in weights if key.endswith(VOCABULARY[0])}
+    if unknown := sorted(set(rename) - weights - heads):
+        raise CheckpointLayoutError(
+            f"{stored.path} has no parameter {unknown[0]} to rename; it has {', '.join(sorted(weights)[:6])} ..."
+        )
     names = [(f"model.{rename.get(key, key)}", key) for key in stored.tensors if key in weights]
     for key in stored.tensors if optimizer else ():
         if key in weights:
@@ -91,14 +92,15 @@ def our_keys(stored: StoredTensors, rename: Mapping[str, str], optimizer: bool) 
                 f"{list(stored.tensors[key][1])}. DistributedOptimizer names parameters only in the format "
                 "'fully_reshardable' (--dist-ckpt-optim-fully-reshardable, "
                 "metadata={'distrib_optim_sharding_type': 'fully_reshardable'}): load it in Megatron and save it "
-                "again with that, or convert the weights alone with from_megatron(..., optimizer=False)"
+                "again with that, or convert the weights alone: python -m vocab_parallel convert ... --weights-only, "
+                "or from_megatron(..., optimizer=False)"
             )
         state = "master_weight" if found[1] in _MASTERS else found[1]
         names.append((f"optimizer.{rename.get(found[2], found[2])}.{state}", key))
     made = dict(names)
     if len(made) < len(names):
-        twice = sorted({ours for ours, _ in names if [o for o, _ in names].count(ours) > 1})
-        raise CheckpointLayoutError(f"{stored.path}: two tensors would be named {twice[0]}: give them two names")
+        twice = next(ours for ours, theirs in names if made[ours] != theirs)
+        raise CheckpointLayoutError(f"{stored.path}: two tensors would be named {twice}: give them two names")
     return made
 
 
@@ -148,7 +150,7 @@ def read_objects(stored: StoredTensors, optimizer: bool) -> tuple[bytes, dict[st
 def iteration_of(common: Any, folder: Path) -> int:
     """The training iteration, of the common state or of the folder's name; else 0."""
     found = common.get("iteration") if isinstance(common, dict) else None
-    if isinstance(found, int) and not isinstance(found, bool) and found >= 0:
+    if isinstance(found, int) and not isinstance(found, bool) and 0 <= found < 2**62:
         return found
     named = re.fullmatch(r"iter_(\d{1,12})", folder.name)
     return int(named[1]) if named else 0
@@ -160,12 +162,18 @@ def optimizer_step(common: Any) -> float | None:
     return steps.pop() if len(steps) == 1 else None
 
 
-def _steps(value: Any) -> Iterator[float]:
+def _steps(value: Any, depth: int = 0) -> Iterator[float]:
     for key, one in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
-        if key in ("common_step", "step") and isinstance(one, int | float | Tensor):
-            yield float(one)
-        elif isinstance(one, dict | list):
-            yield from _steps(one)
+        if key in ("common_step", "step") and (number := _number(one)) is not None:
+            yield number
+        elif isinstance(one, dict | list) and depth < _DEEPEST:  # a pickle can hold itself
+            yield from _steps(one, depth + 1)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 and not value.is_complex() else None
+    return float(value) if isinstance(value, int | float) and 0 <= value < 2**62 else None
 
 
 def _text(path: Path) -> str:

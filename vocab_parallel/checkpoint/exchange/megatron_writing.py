@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,23 @@ from vocab_parallel.checkpoint.exchange.megatron_files import (
     carried,
     is_table,
     owner_of,
-    require_new,
 )
-from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
+from vocab_parallel.checkpoint.exchange.targets import open_ours, publish, require_free
+from vocab_parallel.checkpoint.files import StoredCheckpoint
+from vocab_parallel.checkpoint.placing import STATE, open_aside
 from vocab_parallel.checkpoint.rows import Rows
-from vocab_parallel.checkpoint.writing import BlockWriter, open_aside, write_file
+from vocab_parallel.checkpoint.writing import BlockWriter, write_file
 from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.vocabulary.manifest.strict_json import parse
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What `from_megatron` noted of where a checkpoint is from."""
+
+    padded_size: int
+    keys: Mapping[str, str]
+    objects: Mapping[str, tuple[int, int]]
 
 
 def to_megatron(
@@ -39,6 +51,7 @@ def to_megatron(
     *,
     padded_size: int | None = None,
     rename: Mapping[str, str] | None = None,
+    verify: bool = True,
 ) -> Path:
     """Makes a distributed checkpoint that Megatron-core's `dist_checkpointing.load` reads, at any TP size.
 
@@ -52,59 +65,67 @@ def to_megatron(
         padded_size: Rows of the tables there; None: those that they had in Megatron, else the real ones. Megatron
             loads tables of another size than its own, but its own padding then stays zero.
         rename: Names of parameters here to names there, where they differ.
+        verify: Whether to compare the checkpoint's files with their hashes first.
 
     Returns:
         `target`.
 
     Memory:
-        One block of 4 MiB.
+        One block of 4 MiB, and the objects' bytes.
 
     Raises:
-        CheckpointLayoutError: `checkpoint` is damaged; a table's name there is none of Megatron's; `padded_size` is
-            below the real rows; `target` exists.
+        CheckpointLayoutError: `checkpoint` is damaged; a table's name there is none of Megatron's; a name that is not
+            there; `padded_size` is below the real rows; `target` exists.
     """
-    stored, final = open_checkpoint(checkpoint), Path(target)
-    require_new(final)
-    origin = stored.state["extra"].get(ORIGIN, {})
+    final = Path(target)
+    require_free(final, Path(checkpoint))
+    stored = open_ours(checkpoint, verify=verify)
+    found = stored.state["extra"].get(ORIGIN)
+    origin: _Origin | None = found and parse(_Origin, found, f"{stored.path / STATE}: extra.{ORIGIN}")
     rows = int(stored.state["layout"]["vocab_size"])
-    padded = padded_size if padded_size is not None else max(rows, int(origin.get("padded_size", rows)))
+    padded = padded_size if padded_size is not None else max(rows, origin.padded_size if origin else rows)
     if padded < rows:
         raise CheckpointLayoutError(f"padded_size {padded} is below the {rows} real rows of {stored.path}")
     part: dict[str, Any] = {}
-    for ours, theirs in _their_keys(stored, origin, rename).items():
+    for ours, theirs in _their_keys(stored, origin.keys if origin else {}, rename or {}).items():
         part[theirs] = _padded(stored, ours, padded) if _is_rows(stored, ours, rows) else carried(stored, ours)
-    part |= _objects(stored, origin)
+    part |= _objects(stored, origin.objects if origin else {})
     aside = open_aside(final)
     try:
         _save(part, BlockWriter(aside))
-        write_file(aside / COMMON, _common(stored, origin))
+        write_file(aside / COMMON, stored.path / FOLDER / COMMON if origin else _common(stored.step))
         write_file(aside / CONFIG, CONFIG_TEXT.encode())
-        os.replace(aside, final)
+        publish(aside, final)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return final
 
 
-def _their_keys(
-    stored: StoredCheckpoint, origin: Mapping[str, Any], rename: Mapping[str, str] | None
-) -> dict[str, str]:
-    """Keys here to keys there."""
+def _their_keys(stored: StoredCheckpoint, origin: Mapping[str, str], rename: Mapping[str, str]) -> dict[str, str]:
+    """Keys here to keys there: as they were, with other names of parameters where `rename` has them."""
     names: dict[str, str] = {}
     for key in stored.tensors:
-        if rename is None and key in origin.get("keys", {}):
-            names[key] = str(origin["keys"][key])
-        elif key.startswith("model."):
-            ours = key.removeprefix("model.")
-            names[key] = (rename or {}).get(ours, ours)
+        ours, had = owner_of(key), origin.get(f"model.{owner_of(key)}", owner_of(key))
+        if key in origin or key.startswith("model."):
+            names[key] = origin.get(key, ours)
+            if ours in rename:
+                names[key] = names[key].removesuffix(had) + rename[ours]
+    if unknown := sorted(name for name in rename if f"model.{name}" not in names):
+        raise CheckpointLayoutError(
+            f"{stored.path} has no parameter {unknown[0]} to rename; it has "
+            f"{', '.join(sorted(owner_of(key) for key in names if key.startswith('model.'))[:6])} ..."
+        )
     wrong = [name for name in stored.state["tables"] if not is_table(names.get(f"model.{name}", ""))]
     if wrong:
         raise CheckpointLayoutError(
             f"{stored.path} has the tables {', '.join(wrong)}; Megatron's are named {', '.join(VOCABULARY)}. Say which "
-            f"is which: to_megatron(..., rename={{{wrong[0]!r}: {VOCABULARY[0]!r}}})"
+            f"is which: python -m vocab_parallel convert ... --to megatron --rename {wrong[0]}={VOCABULARY[0]}, or "
+            f"to_megatron(..., rename={{{wrong[0]!r}: {VOCABULARY[0]!r}}})"
         )
-    if len(set(names.values())) < len(names):
-        raise CheckpointLayoutError(f"two tensors of {stored.path} would get one name in Megatron: {names}")
+    back = {theirs: ours for ours, theirs in names.items()}
+    if twice := next((theirs for ours, theirs in names.items() if back[theirs] != ours), None):
+        raise CheckpointLayoutError(f"{stored.path}: two tensors would be named {twice}: give them two names")
     return names
 
 
@@ -124,19 +145,16 @@ def _padded(stored: StoredCheckpoint, key: str, padded: int) -> Rows:
     return Rows.made((padded, *size[1:]), dtype, 0, padded, make)
 
 
-def _objects(stored: StoredCheckpoint, origin: Mapping[str, Any]) -> dict[str, io.BytesIO]:
-    index: Mapping[str, Any] = origin.get("objects", {})
+def _objects(stored: StoredCheckpoint, index: Mapping[str, tuple[int, int]]) -> dict[str, io.BytesIO]:
     if not index:
         return {}
     content = (stored.path / FOLDER / OBJECTS).read_bytes()
     return {key: io.BytesIO(content[start : start + length]) for key, (start, length) in index.items()}
 
 
-def _common(stored: StoredCheckpoint, origin: Mapping[str, Any]) -> Path | bytes:
-    if origin:
-        return stored.path / FOLDER / COMMON
+def _common(step: int) -> bytes:
     made = io.BytesIO()
-    torch.save({"iteration": stored.step, "checkpoint_version": 3.0}, made)
+    torch.save({"iteration": step, "checkpoint_version": 3.0}, made)
     return made.getvalue()
 
 

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +66,9 @@ class SafetensorsFiles:
         Raises:
             CheckpointLayoutError: No such tensor or rows, or a file that has become shorter.
         """
-        place = self._place(name)
+        if name not in self.places:
+            raise CheckpointLayoutError(f"no tensor {name} here; there are {', '.join(sorted(self.places)[:8])} ...")
+        place = self.places[name]
         if not place.shape:
             return _bytes_at(place, place.start, place.stop).view(())
         stop = place.shape[0] if stop is None else stop
@@ -76,16 +77,6 @@ class SafetensorsFiles:
         row = math.prod(place.shape[1:]) * place.dtype.itemsize
         found = _bytes_at(place, place.start + start * row, place.start + stop * row)
         return found.view(stop - start, *place.shape[1:])
-
-    def blocks(self, name: str) -> Iterator[Tensor]:
-        """A tensor in consecutive rows of about `BLOCK_BYTES`."""
-        place = self._place(name)
-        return row_blocks(place.shape, place.dtype, partial(self.read, name))
-
-    def _place(self, name: str) -> Place:
-        if name not in self.places:
-            raise CheckpointLayoutError(f"no tensor {name} here; there are {', '.join(sorted(self.places)[:8])} ...")
-        return self.places[name]
 
 
 def open_safetensors(folder: Path) -> SafetensorsFiles:
@@ -178,6 +169,7 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
         raise _wrong(path, f"its header is no JSON object of at most {_MOST_TENSORS:,} tensors")
     try:
         header = json.loads(text, object_pairs_hook=_unique)
+        "".join(header).encode()  # a name can be half a character
     except (ValueError, RecursionError) as error:
         raise _wrong(path, f"its header is not JSON ({str(error)[:100]})") from error
     assert isinstance(header, dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,18 +15,22 @@ from vocab_parallel.checkpoint.metadata import inside
 from vocab_parallel.checkpoint.writing import ASSETS, MANIFEST
 from vocab_parallel.errors import CheckpointLayoutError, VocabularyError
 from vocab_parallel.vocabulary.files import parse_json, read_bytes
+from vocab_parallel.vocabulary.formats import tell
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest
 from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.migration.settings import SIZES, holds_ids, moved_ids
 
 VOCABULARY = "vocabulary.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "*.tiktoken", "tekken.json",
-    "chat_template.*",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "encoder.json", "spiece.model", "sentencepiece*.model",
+    "*.spm", "*.tiktoken", "tekken.json", "chat_template.*",
 )  # fmt: skip
+_NAMES = {"tokenizer.json": "tokenizer.json", "tekken": "tekken.json", "sentencepiece": "tokenizer.model",
+          "tiktoken": "tokenizer.tiktoken"}  # fmt: skip
 _WITH_IDS = ("config.json", "generation_config.json")
-_ID_ENDS = ("_token_id", "_token_ids", "_token_index", "suppress_tokens")
+_MAY_HOLD_IDS = ("_ids", "_to_id", "_token_map", "sequence_bias")  # ends of names of settings that stay as they are
 
 
 @dataclass(frozen=True)
@@ -51,27 +55,39 @@ class KnownVocabulary:
         return kept if self.sha256 is None else {**kept, "vocabulary_sha256": self.sha256}
 
 
-def known_vocabulary(stored: StoredCheckpoint, vocab_map: VocabMap, identity: VocabIdentity | None) -> KnownVocabulary:
-    """Compares the map with the checkpoint's vocabulary and with the new one.
+def known_vocabulary(
+    path: Path,
+    old_sha256: str | None,
+    own: Callable[[], VocabIdentity | None],
+    vocab_map: VocabMap,
+    identity: VocabIdentity | None,
+) -> KnownVocabulary:
+    """Compares the map with the vocabulary of what is migrated and with the new one.
+
+    Args:
+        path: What is migrated.
+        old_sha256: Of its ordered table.
+        own: Gives that table.
+        identity: The new one.
 
     Raises:
-        CheckpointLayoutError: The map begins at another vocabulary than the checkpoint's.
+        CheckpointLayoutError: The map begins at another vocabulary.
         VocabularyError: It ends at another one than `identity`.
     """
-    old = vocabulary_sha256(stored)
-    from_sha256 = old or vocab_map.old_sha256
-    if old is not None and vocab_map.old_sha256 is not None and old != vocab_map.old_sha256:
+    from_sha256 = old_sha256 or vocab_map.old_sha256
+    if None not in (old_sha256, vocab_map.old_sha256) and old_sha256 != vocab_map.old_sha256:
         raise CheckpointLayoutError(
-            f"{stored.path} has the vocabulary sha256 {old[:16]}…, the map is from sha256 "
-            f"{vocab_map.old_sha256[:16]}…: its ids are other tokens. Make the map from the checkpoint's own "
-            f"vocabulary: python -m vocab_parallel migrate {stored.path} <target> --old-vocab <its tokenizer> "
-            "--new-vocab <the new one>"
+            f"{path} has the vocabulary sha256 {str(old_sha256)[:16]}…, the map is from sha256 "
+            f"{str(vocab_map.old_sha256)[:16]}…: its ids are other tokens. Make the map from the vocabulary that it "
+            f"has: python -m vocab_parallel migrate {path} <target> --old-vocab <its tokenizer> --new-vocab <the new "
+            "one>"
         )
     notes: list[str] = []
-    if vocab_map.old_sha256 is None and old is not None:
-        notes.append(f"the map names no vocabulary: its old ids are taken for the checkpoint's, sha256 {old[:16]}…")
-    if identity is None and vocab_map.new_sha256 is None and _only_appends(vocab_map):
-        identity = _stored_identity(stored, vocab_map)
+    if vocab_map.old_sha256 is None and old_sha256 is not None:
+        words = f"the checkpoint's, sha256 {old_sha256[:16]}…"
+        notes.append(f"the map names no vocabulary: its old ids are taken for {words}")
+    if identity is None and vocab_map.new_sha256 is None and _only_appends(vocab_map) and (table := own()) is not None:
+        identity = table.resized(vocab_map.new_size)  # with unused ids for what is appended
     if identity is not None:
         if identity.size != vocab_map.new_size or vocab_map.new_sha256 not in (None, identity.sha256):
             raise VocabularyError(
@@ -82,6 +98,12 @@ def known_vocabulary(stored: StoredCheckpoint, vocab_map: VocabMap, identity: Vo
     if vocab_map.new_sha256 is None:
         notes.append("the new vocabulary is not known: no load can tell whether a tokenizer is the right one")
     return KnownVocabulary(None, vocab_map.new_sha256, from_sha256, tuple(notes))
+
+
+def stored_identity(stored: StoredCheckpoint) -> VocabIdentity | None:
+    """A checkpoint's own ordered table, if it has one."""
+    path = stored.path / VOCABULARY
+    return VocabIdentity.read(path) if path.is_file() else None
 
 
 def vocabulary_sha256(stored: StoredCheckpoint) -> str | None:
@@ -99,8 +121,8 @@ def vocabulary_sha256(stored: StoredCheckpoint) -> str | None:
     if len(set(known.values())) > 1:
         each = " and ".join(f"{name} sha256 {sha256[:16]}…" for name, sha256 in known.items())
         raise CheckpointLayoutError(f"{stored.path} says two vocabularies: {each}. Use another checkpoint")
-    if not known and (stored.path / VOCABULARY).is_file():
-        return VocabIdentity.read(stored.path / VOCABULARY).sha256
+    if not known and (table := stored_identity(stored)) is not None:
+        return table.sha256
     return next(iter(known.values()), None)
 
 
@@ -134,14 +156,14 @@ def carried_assets(
         if not inside(stored.path, name):
             raise CheckpointLayoutError(f"{stored.path}: {name} is no name of a file in it: the checkpoint is damaged")
         file = name.removeprefix(f"{ASSETS}/")
-        if is_tokenizer_file(file) and not keeps_ids:
+        if is_tokenizer_file(Path(file).name) and not keeps_ids:
             dropped.append(file)
         elif file in _WITH_IDS:
             assets[name], changes = _corrected(stored.path / name, vocab_map, identity)
             notes.extend(f"{file}: {change}" for change in changes)
         else:
             assets[name] = stored.path / name
-    new = {f"{ASSETS}/{path.name}": path for path in _tokenizer_files(tokenizer)}
+    new = {f"{ASSETS}/{name}": path for name, path in _tokenizer_files(tokenizer)}
     if dropped:
         after = "the new tokenizer's are carried instead" if new else "the new tokenizer's must be put beside it"
         notes.append(f"files of the old tokenizer are left out ({', '.join(dropped)}): {after}")
@@ -153,14 +175,17 @@ def is_tokenizer_file(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
 
 
-def _tokenizer_files(tokenizer: str | os.PathLike[str] | None) -> Iterator[Path]:
+def _tokenizer_files(tokenizer: str | os.PathLike[str] | None) -> Iterator[tuple[str, Path]]:
+    """The files to carry along, each with the name that libraries look for; an ordered table is none."""
     if tokenizer is None:
         return
     path = Path(tokenizer)
     if path.is_dir():
-        yield from sorted(one for one in path.iterdir() if one.is_file() and is_tokenizer_file(one.name))
-    else:
-        yield path
+        yield from ((one.name, one) for one in sorted(path.iterdir()) if one.is_file() and is_tokenizer_file(one.name))
+    elif is_tokenizer_file(path.name):
+        yield path.name, path
+    elif (form := tell(read_bytes(path), path)[0]) in _NAMES:
+        yield _NAMES[form], path
 
 
 def _only_appends(vocab_map: VocabMap) -> bool:
@@ -168,45 +193,40 @@ def _only_appends(vocab_map: VocabMap) -> bool:
     return len(old) == vocab_map.old_size and bool((old == new).all())
 
 
-def _stored_identity(stored: StoredCheckpoint, vocab_map: VocabMap) -> VocabIdentity | None:
-    """The checkpoint's own table, with unused ids for what is appended."""
-    if not (stored.path / VOCABULARY).is_file():
-        return None
-    return VocabIdentity.read(stored.path / VOCABULARY).resized(vocab_map.new_size)
-
-
 def _corrected(path: Path, vocab_map: VocabMap, identity: VocabIdentity | None) -> tuple[bytes, list[str]]:
-    """A configuration with the new size and ids."""
-    changes: list[str] = []
-    moved = {} if identity is None else dict(identity.special_ids)
-    value = _walk(parse_json(read_bytes(path), path), vocab_map, moved, changes)
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), changes
+    """A configuration with the new size and ids, and what a user should know of it."""
+    roles = {} if identity is None else dict(identity.special_ids)
+    notes: list[str] = []
+    try:
+        value = _walk(parse_json(read_bytes(path), path), vocab_map, roles, notes, nested=False)
+        return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), notes
+    except RecursionError as error:
+        raise VocabularyError(f"{path}: JSON nested too deeply") from error
 
 
-def _walk(value: Any, vocab_map: VocabMap, roles: dict[str, int], changes: list[str]) -> Any:
-    if not isinstance(value, dict):
-        return value
+def _walk(value: Any, vocab_map: VocabMap, roles: dict[str, int], notes: list[str], *, nested: bool = True) -> Any:
+    if not isinstance(value, dict) or (nested and value.get("vocab_size", vocab_map.old_size) != vocab_map.old_size):
+        return value  # a section for another vocabulary, such as codes of sounds
     result = {}
     for key, entry in value.items():
-        new = entry
-        if isinstance(entry, dict):
-            new = _walk(entry, vocab_map, roles, changes)
-        elif key == "vocab_size" and entry == vocab_map.old_size:
+        new, role = entry, roles.get(key.partition("_token")[0])
+        if isinstance(entry, dict) and not key.endswith(_MAY_HOLD_IDS):
+            result[key] = _walk(entry, vocab_map, roles, notes)
+            continue
+        if key in SIZES and entry == vocab_map.old_size:
             new = vocab_map.new_size
-        elif key.endswith(_ID_ENDS):
-            new = _moved_ids(entry, vocab_map, roles.get(key.partition("_token")[0]))
-        if new != entry and not isinstance(entry, dict):
-            changes.append(f"{key} {json.dumps(entry)} is now {json.dumps(new)}")
+        elif holds_ids(key):
+            new = _moved(entry, vocab_map, role)
+        elif key.endswith(_MAY_HOLD_IDS) and entry:
+            notes.append(f"{key} stays as it is: if ids of tokens are in it, correct them")
+        if new != entry:
+            notes.append(f"{key} {json.dumps(entry)} is now {json.dumps(new)}")
+        if key.endswith("_token_id") and None not in (role, new) and role not in (new if type(new) is list else [new]):
+            notes.append(f"{key} {json.dumps(new)} is where the old token is; the new tokenizer's is {role}")
         result[key] = new
     return result
 
 
-def _moved_ids(value: Any, vocab_map: VocabMap, role: int | None) -> Any:
-    """Ids where their tokens are now; a lost one goes by its role in the new vocabulary, else it is left out."""
-    if isinstance(value, list):
-        moved = [_moved_ids(one, vocab_map, role) for one in value]
-        return [one for at, one in enumerate(moved) if one is not None and one not in moved[:at]]
-    if type(value) is not int or not 0 <= value < vocab_map.old_size:
-        return value
-    new = int(vocab_map.old_to_new[value])
-    return new if new >= 0 else role
+def _moved(value: Any, vocab_map: VocabMap, role: int | None) -> Any:
+    """Ids of lost tokens go by their role in the new vocabulary, else they are left out."""
+    return moved_ids(value, vocab_map, lambda _: role)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -93,7 +93,7 @@ def _head_of(old: StoredCheckpoint, tables: Sequence[Table]) -> tuple[str | None
     if (old.path / MANIFEST).is_file():
         said = Manifest.read(old.path).head
         named = said.head_key and f"model.{old.state['ties'].get(said.head_key, said.head_key)}"
-        head = named if named in wide else head
+        head = named if named in wide else head if named else None
         bias = f"model.{said.bias_key}" if f"model.{said.bias_key}" in narrow else bias
     return head, bias
 
@@ -157,14 +157,14 @@ def _ranges(new: StoredCheckpoint, moved: set[str], size: int) -> Check:
     """The blocks of each table cover its real rows once, and the manifest tells the shards so."""
     for key in sorted(moved & set(new.tensors)):
         at = 0
-        for begin, count in _blocks(new, key):
-            if begin != at:
-                return Check("shard ranges", False, f"{key}: a block begins at row {begin}, expected {at}")
-            at += count
+        for piece in new.pieces[key]:
+            if piece.offsets[0] != at:
+                return Check("shard ranges", False, f"{key}: a block begins at row {piece.offsets[0]}, expected {at}")
+            at += piece.sizes[0]
         if at != size:
             return Check("shard ranges", False, f"{key}: its blocks have {at} rows, expected {size}")
-    said = new.state["layout"]
-    text = f"[0, {size}) once, for {said['tp_size']} ranks"
+    rows, ranks = (new.state["layout"].get(name) for name in ("vocab_size", "tp_size"))
+    text = f"[0, {size}) once, for {ranks} ranks"
     if (new.path / MANIFEST).is_file():
         try:
             checkpoint = Manifest.read(new.path).checkpoint
@@ -172,9 +172,4 @@ def _ranges(new: StoredCheckpoint, moved: set[str], size: int) -> Check:
             return Check("shard ranges", False, str(error))
         if checkpoint is not None:
             text = ", ".join(f"[{start}, {stop})" for start, stop in checkpoint.shard_ranges)
-    return Check("shard ranges", said["vocab_size"] == size, f"{text}; {said['vocab_size']} real rows")
-
-
-def _blocks(new: StoredCheckpoint, key: str) -> Iterator[tuple[int, int]]:
-    for piece in new.pieces[key]:
-        yield piece.offsets[0], piece.sizes[0]
+    return Check("shard ranges", rows == size, f"{text}; {rows} real rows")

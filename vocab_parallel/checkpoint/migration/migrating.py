@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +17,13 @@ from vocab_parallel.checkpoint.migration.assets import (
     KnownVocabulary,
     carried_assets,
     known_vocabulary,
+    stored_identity,
     vocabulary_bytes,
+    vocabulary_sha256,
 )
 from vocab_parallel.checkpoint.migration.report import MigrationReport, Table
 from vocab_parallel.checkpoint.migration.rows import NewRows, moved_rows
+from vocab_parallel.checkpoint.placing import is_whole
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.checkpoint.states import SHARDS
 from vocab_parallel.checkpoint.writing import MANIFEST, make_state, write_checkpoint
@@ -28,9 +31,11 @@ from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest
+from vocab_parallel.vocabulary.manifest.manifest import vocabulary_of
 from vocab_parallel.vocabulary.mapping import VocabMap
-from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit
-from vocab_parallel.vocabulary.row_states import is_master_weight, is_row_state
+from vocab_parallel.vocabulary.migration.initialization import RowInit, without_sources
+from vocab_parallel.vocabulary.migration.moving import moves
+from vocab_parallel.vocabulary.row_states import is_master_weight
 
 
 def migrate_checkpoint(
@@ -79,28 +84,39 @@ def migrate_checkpoint(
     stored = open_checkpoint(source)
     if target.exists():
         raise CheckpointLayoutError(f"{target} exists: name a new folder, a migration replaces nothing")
-    require_rows(stored.path, stored.state["layout"].get("vocab_size"), vocab_map)
-    known = known_vocabulary(stored, vocab_map, identity)
-    _require_change(stored, target, vocab_map, known)
-    init.check(vocab_map)
     saved = stored.state["layout"]
-    layout = VocabLayout(vocab_map.new_size, tp_size or int(saved.get("tp_size", 1)), multiple_of=multiple_of)
+    require_rows(source, saved.get("vocab_size"), vocab_map)
+    own = partial(stored_identity, stored)
+    known = known_vocabulary(source, vocabulary_sha256(stored), own, vocab_map, identity)
+    require_change(source, target, vocab_map, known)
+    init.check(vocab_map)
+    layout = VocabLayout(
+        vocab_map.new_size, int(saved.get("tp_size", 1)) if tp_size is None else tp_size, multiple_of=multiple_of
+    )
     _require_ranks(stored, layout.tp_size)
     tables = tables_of(stored, vocab_map.old_size)
+    _require_floating(stored, tables, vocab_map)
     assets, notes = carried_assets(stored, vocab_map, known.identity, tokenizer)
     vocab_map = dataclasses.replace(vocab_map, old_sha256=known.old_sha256, new_sha256=known.sha256)
     report = MigrationReport(
         source, target, vocab_map, str(init), layout, tables,
         bytes=_bytes(stored, tables, vocab_map),
-        without_sources=len(init.without_sources(vocab_map)) if isinstance(init, MeanOfSources) else 0,
+        without_sources=without_sources(init, vocab_map),
         notes=(*known.notes, *notes, *_notes(stored, tables)),
     )  # fmt: skip
     if dry_run:
         return report
     if verify:
         stored.verify()
-    parts = _parts(stored, tables, vocab_map, init, layout)
-    tensors = {key: part[key] for part in parts for key in part}
+    _write(stored, target, known, _parts(stored, tables, vocab_map, init, layout), report, assets)
+    return report
+
+
+def _write(
+    stored: StoredCheckpoint, target: Path, known: KnownVocabulary, parts: list[dict[str, Tensor]],
+    report: MigrationReport, assets: dict[str, Path | bytes],
+) -> None:  # fmt: skip
+    layout, tensors = report.layout, {key: part[key] for part in parts for key in part}
     state = make_state(
         stored.step,
         tensors,
@@ -111,19 +127,33 @@ def migrate_checkpoint(
         extra={**known.extra(stored), "migrated_from": report.origin()},
     )
     if known.identity is not None:
-        assets[VOCABULARY] = vocabulary_bytes(known.identity)
+        assets = {**assets, VOCABULARY: vocabulary_bytes(known.identity)}
     write_checkpoint(target, parts, state=state, manifest=_manifest(stored, tensors, layout, known), assets=assets)
-    return report
 
 
-def _require_change(stored: StoredCheckpoint, target: Path, vocab_map: VocabMap, known: KnownVocabulary) -> None:
+def require_change(path: Path, target: Path, vocab_map: VocabMap, known: KnownVocabulary) -> None:
+    """Raises for a map that moves nothing, unless it gives the ids other tokens."""
     renamed = None not in (known.old_sha256, known.sha256) and known.old_sha256 != known.sha256
     if vocab_map.is_identity and not renamed:
-        raise CheckpointLayoutError(
-            f"every id of {stored.path} stays and none is new: there is nothing to migrate. Padding and the number of "
-            "ranks are no part of its rows: `load_checkpoint` takes any, and `python -m vocab_parallel reshard "
-            f"{stored.path} {target} --tp N` writes the files of N ranks"
+        layouts = (
+            ". Padding and the number of ranks are no part of its rows: `load_checkpoint` takes any, and `python -m "
+            f"vocab_parallel reshard {path} {target} --tp N` writes the files of N ranks"
         )
+        raise CheckpointLayoutError(
+            f"every id of {path} stays and none is new: there is nothing to migrate"
+            + (layouts if is_whole(path) else "")
+        )
+
+
+def _require_floating(stored: StoredCheckpoint, tables: tuple[Table, ...], vocab_map: VocabMap) -> None:
+    for table in tables if len(vocab_map.new_ids) else ():
+        key = table.master or table.weight
+        dtype = stored.tensors[key][0]
+        if not dtype.is_floating_point:
+            raise CheckpointLayoutError(
+                f"{stored.path}: {key} is {dtype}, a quantised table: new rows are made for floating tensors. Migrate "
+                "the checkpoint that it was quantised from"
+            )
 
 
 def _require_ranks(stored: StoredCheckpoint, tp_size: int) -> None:
@@ -160,18 +190,21 @@ def tables_of(stored: StoredCheckpoint, rows: int) -> tuple[Table, ...]:
                 f"{stored.path}: the table {name} of {rows} rows is {shape or 'missing'}: the checkpoint contradicts "
                 "itself, use another one"
             )
-        prefix = f"optimizer.{name}."
-        states = [
-            key
-            for key, (_, size) in stored.tensors.items()
-            if key.startswith(prefix)
-            and "." not in (state := key[len(prefix) :])
-            and not state.endswith(SHARDS)
-            and is_row_state(state, size, shape)
-        ]
+        states = [key for key in stored.tensors if _moves(stored, name, key, shape)]
         master = next((key for key in states if is_master_weight(key)), None)
         found.append(Table(name, weight, master, tuple(sorted(key for key in states if key != master))))
     return tuple(found)
+
+
+def _moves(stored: StoredCheckpoint, table: str, key: str, table_shape: Sequence[int]) -> bool:
+    """Whether a key is a state of the table that moves with its rows; raises if that cannot be known."""
+    prefix = f"optimizer.{table}."
+    state, size = key.removeprefix(prefix), stored.tensors[key][1]
+    if not key.startswith(prefix) or "." in state:
+        return False
+    by_rank = state.endswith(SHARDS)  # one value for each rank: it stays
+    what = f"{stored.path}: {key}"
+    return moves(what, state.removesuffix(SHARDS), size[by_rank:], table_shape) and not by_rank
 
 
 def _parts(
@@ -213,8 +246,8 @@ def _manifest(
     if not (stored.path / MANIFEST).is_file():
         return None
     specs = {key: (value.dtype, tuple(value.shape)) for key, value in tensors.items()}
-    old = Manifest.read(stored.path)
-    return old.moved(specs, layout, step=stored.step, identity=known.identity, vocabulary_sha256=known.sha256)
+    vocabulary = vocabulary_of(layout.vocab_size, known.identity, known.sha256)
+    return Manifest.read(stored.path).moved(specs, layout, step=stored.step, vocabulary=vocabulary)
 
 
 def _bytes(stored: StoredCheckpoint, tables: tuple[Table, ...], vocab_map: VocabMap) -> int:
@@ -231,5 +264,6 @@ def _notes(stored: StoredCheckpoint, tables: tuple[Table, ...]) -> Iterator[str]
     moved = {key for table in tables for key in table.keys}
     rows = stored.tensors[tables[0].weight][1][0]
     for key, (_, size) in stored.tensors.items():
-        if key.startswith("model.") and key not in moved and size and size[0] == rows:
-            yield f"{key} has {rows:,} rows too, but is listed as no table of the vocabulary: it stays as it is"
+        if key.startswith("model.") and key not in moved and rows in size:
+            what = "rows" if size[0] == rows else "columns"
+            yield f"{key} has {rows:,} {what} too, but is listed as no table of the vocabulary: it stays as it is"

@@ -11,8 +11,8 @@ from torch import Tensor
 from vocab_parallel.checkpoint.files import StoredTensors
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.vocabulary.mapping import VocabMap
-from vocab_parallel.vocabulary.migration.initialization import RowInit
-from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics, column_statistics, not_finite
+from vocab_parallel.vocabulary.migration.initialization import OldRows, RowInit
+from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics, column_statistics, require_finite
 
 READ_BYTES = 2**20  # that are read at a time beside a block
 Fill = Callable[[Sequence[int]], Tensor]  # new ids -> their rows [n, ...]
@@ -80,19 +80,15 @@ class NewRows:
         """The rows of some new ids, `[len(new_ids), ...]` in the table's dtype."""
         result = torch.empty(len(new_ids), *self._shape, dtype=self._dtype)
         for start, stop, needed in self._groups(new_ids):
-            fetched = self._fetch(needed)
-            result[start:stop] = self._init.rows(
-                new_ids[start:stop], self._map, fetched, self._statistics, shape=self._shape, dtype=self._dtype
-            )
+            old = OldRows(self._shape, self._dtype, fetched=self._fetch(needed), statistics=self._statistics)
+            result[start:stop] = self._init.rows(new_ids[start:stop], self._map, old)
         return result
 
     def _fetch(self, needed: list[int]) -> dict[int, Tensor]:
         if not needed:
             return {}
         rows = self._stored.rows_of(self._key, torch.tensor(needed, dtype=torch.int64))
-        finite = rows.isfinite().flatten(1).all(1) if rows.dim() > 1 else rows.isfinite()
-        if not bool(finite.all()):
-            raise not_finite(self._key, needed[int((~finite).nonzero()[0, 0])])
+        require_finite(self._key, needed, rows)
         return dict(zip(needed, rows, strict=True))
 
     def _groups(self, new_ids: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vocab_parallel.checkpoint.metadata import inside
-from vocab_parallel.checkpoint.writing import STATE, described
+from vocab_parallel.checkpoint.placing import STATE
+from vocab_parallel.checkpoint.writing import MANIFEST, VOCABULARY, described
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary.manifest.strict_json import parse, read_json
 
 VERSION = 1
 BUNDLE, CHECKPOINT, TOKENIZER = "bundle.json", "checkpoint", "tokenizer"
-VOCABULARY, POLICY, MANIFEST, ACCEPTANCE = "vocabulary.json", "policy.json", "manifest.json", "acceptance.json"
+POLICY, ACCEPTANCE = "policy.json", "acceptance.json"
 MIGRATION = "migration.json"  # of a migrated checkpoint: where its rows are from, and that they were kept
 PARTS = (CHECKPOINT, TOKENIZER, VOCABULARY, POLICY, MANIFEST, ACCEPTANCE, MIGRATION)
 _NEEDED = (f"{CHECKPOINT}/{STATE}", VOCABULARY, POLICY, MANIFEST, ACCEPTANCE)
@@ -64,7 +65,7 @@ class BundleRecord:
             if one is not None and not is_id(one):
                 raise CheckpointLayoutError(f"{one[:40]!r} is no id of a bundle: expected 16 hexadecimal digits")
         for name, record in self.files.items():
-            good = inside(Path(), name) and name.split("/")[0] in PARTS and "\\" not in name and "\0" not in name
+            good = inside(Path(), name) and name.split("/")[0] in PARTS and "\\" not in name and name.isprintable()
             if not good or name != Path(name).as_posix():
                 raise CheckpointLayoutError(f"files names {name[:100]!r}, which is no file of a bundle")
             if record.bytes < 0 or not re.fullmatch(r"[0-9a-f]{64}", record.sha256):
@@ -134,15 +135,19 @@ def read_bundle(path: Path) -> Bundle:
     if not is_plain(file):
         raise CheckpointLayoutError(f"{path} is not a release bundle: it has no {BUNDLE}")
     try:
-        record: BundleRecord = parse(BundleRecord, read_json(file, _WHAT), "")
+        data = read_json(file, _WHAT)
+    except CheckpointLayoutError as error:
+        raise CheckpointLayoutError(damaged(path, [str(error)])) from error
+    try:
+        record: BundleRecord = parse(BundleRecord, data, "")
     except CheckpointLayoutError as error:
         raise CheckpointLayoutError(f"{file}: {error}") from error
     found = bundle_id(record.files)
     if not record.id == found == path.name:
         raise CheckpointLayoutError(
             f"{path} is not whole: {BUNDLE} calls itself {record.id}, its list of files has the id {found}, the folder "
-            f"is named {path.name}. A bundle is never edited: promote the changed parts as a new one "
-            "(python -m vocab_parallel release promote)"
+            f"is named {path.name}. A bundle is never edited: promote the changed parts as a new one, "
+            f"python -m vocab_parallel release promote {path.parent} <checkpoint>"
         )
     return Bundle(path, record)
 
@@ -162,7 +167,7 @@ def require_there(bundle: Bundle) -> Bundle:
 def bundle_id(files: Mapping[str, FileRecord]) -> str:
     """The same for the same files, wherever and whenever they were bundled."""
     lines = "".join(f"{record.sha256} {record.bytes} {name}\n" for name, record in sorted(files.items()))
-    return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
 def is_id(name: str) -> bool:
@@ -174,11 +179,17 @@ def file_faults(bundle: Bundle) -> list[str]:
     """In words: each file that is missing, changed, or not of the bundle. Reads all of them, block by block."""
     files = bundle.record.files
     wrong = [f"{name} is not in its list" for name in sorted({*_walk(bundle.path)} - {*files, BUNDLE})]
+    others: list[Bundle] | None = None
     for name, want in files.items():
-        fault = _size_fault(bundle, name)
-        if fault is None and (found := described(bundle.path / name)["sha256"]) != want.sha256:
-            fault = f"{name} has sha256 {found[:16]}…, was promoted with {want.sha256[:16]}…"
-        wrong += [fault + _owner(bundle, name)] if fault else []
+        fault, found = _size_fault(bundle, name), None
+        if is_plain(bundle.path / name):
+            found = FileRecord(**described(bundle.path / name))
+        if fault is None and found is not None and found != want:
+            fault = f"{name} has sha256 {found.sha256[:16]}…, was promoted with {want.sha256[:16]}…"
+        if fault is not None:
+            others = bundles_in(bundle.path.parent) if others is None else others
+            owner = next((one.id for one in others if found is not None and one.record.files.get(name) == found), None)
+            wrong.append(fault if owner is None else f"{fault} (it is that of bundle {owner})")
     return wrong
 
 
@@ -197,7 +208,8 @@ def damaged(path: Path, wrong: list[str]) -> str:
     more = f"; and {len(wrong) - 6} more" if len(wrong) > 6 else ""
     return (
         f"the bundle {path} is not whole: {'; '.join(wrong[:6])}{more}. Parts are never exchanged one by one. Use "
-        f"another bundle: python -m vocab_parallel release rollback {path.parent}"
+        f"another bundle: python -m vocab_parallel release rollback {path.parent}; to make this one again: "
+        f"chmod -R u+w {path} && rm -r {path}, then promote its checkpoint"
     )
 
 
@@ -217,15 +229,6 @@ def is_plain(path: Path) -> bool:
         return False
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes names in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _size_fault(bundle: Bundle, name: str) -> str | None:
     path, want = bundle.path / name, bundle.record.files[name]
     if any((bundle.path / parent).is_symlink() for parent in Path(name).parents):
@@ -234,18 +237,6 @@ def _size_fault(bundle: Bundle, name: str) -> str | None:
         return f"{name} is not a plain file" if os.path.lexists(path) else f"{name} is missing"
     size = path.stat().st_size
     return None if size == want.bytes else f"{name} has {size:,} bytes, was promoted with {want.bytes:,}"
-
-
-def _owner(bundle: Bundle, name: str) -> str:
-    """Which other bundle a file of this one was taken from, if it was."""
-    path = bundle.path / name
-    if not is_plain(path):
-        return ""
-    found = described(path)
-    for other in bundles_in(bundle.path.parent):
-        if other.id != bundle.id and other.record.files.get(name) == FileRecord(found["bytes"], found["sha256"]):
-            return f" (it is that of bundle {other.id})"
-    return ""
 
 
 def _walk(folder: Path) -> Iterator[str]:

@@ -9,20 +9,19 @@ from typing import Any
 
 from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
 from vocab_parallel.checkpoint.manifest_check import disagreements
+from vocab_parallel.checkpoint.placing import STATE
 from vocab_parallel.checkpoint.release.bundle import (
     BUNDLE,
     CHECKPOINT,
-    MANIFEST,
     MIGRATION,
     POLICY,
     TOKENIZER,
-    VOCABULARY,
     Bundle,
     file_faults,
     read_optional,
 )
 from vocab_parallel.checkpoint.release.conformance import conformance_record, record_differences
-from vocab_parallel.checkpoint.writing import STATE
+from vocab_parallel.checkpoint.writing import MANIFEST, VOCABULARY
 from vocab_parallel.errors import CheckpointLayoutError, VocabParallelError
 from vocab_parallel.vocabulary.formats import read_vocabulary
 from vocab_parallel.vocabulary.identity import VocabIdentity, first_difference
@@ -101,17 +100,12 @@ def policy_faults(
     return wrong
 
 
-def require_table(sha256: str | None, size: int, identity: VocabIdentity, where: str) -> VocabIdentity:
+def require_table(sha256: str, size: int, identity: VocabIdentity, where: str) -> VocabIdentity:
     """The identity, with unused ids up to `size` if that is what the hash is of.
 
     Raises:
         CheckpointLayoutError: The table is another one than that of the hash; names both and the first id.
     """
-    if sha256 is None:
-        raise CheckpointLayoutError(
-            "the checkpoint's manifest names no ordered table, so nothing ties a tokenizer to its rows: save it with "
-            "save_checkpoint(..., manifest=Manifest.of(model, identity=read_vocabulary(<its tokenizer>)))"
-        )
     for one in (identity, identity.resized(size) if identity.size < size else identity):
         if one.sha256 == sha256:
             return one
@@ -137,12 +131,13 @@ def _manifests(mine: Manifest, saved: Manifest) -> Iterator[str]:
 
 def _vocabulary(folder: Path, manifest: Manifest, identity: VocabIdentity) -> list[str]:
     said, wrong = manifest.vocabulary, []
+    sha256 = said.ordered_table_sha256 or "none at all"
     try:
-        identity = require_table(said.ordered_table_sha256, said.size, identity, VOCABULARY)
+        identity = require_table(sha256, said.size, identity, VOCABULARY)
         if (folder / TOKENIZER).is_dir():
             found = read_tokenizer(folder / TOKENIZER)
             try:
-                found = require_table(said.ordered_table_sha256, said.size, found, TOKENIZER)
+                found = require_table(sha256, said.size, found, TOKENIZER)
             except CheckpointLayoutError as error:
                 at = first_difference(identity, found, (VOCABULARY, TOKENIZER))
                 wrong.append(f"{error} ({at})" if at else str(error))
@@ -156,15 +151,18 @@ def _vocabulary(folder: Path, manifest: Manifest, identity: VocabIdentity) -> li
     for role, token_id in (said.special_ids or {}).items():
         if identity.special_ids.get(role, token_id) != token_id:
             wrong.append(f"special id {role} is {token_id} in {MANIFEST}, {identity.special_ids[role]} in {VOCABULARY}")
+    if said.added and identity.added and tuple(said.added) != identity.added:
+        wrong.append(f"the added tokens are {said.added!s:.60} in {MANIFEST}, {identity.added!s:.60} in {VOCABULARY}")
     return wrong
 
 
 def _ties(stored: StoredCheckpoint, manifest: Manifest) -> Iterator[str]:
     """A tied weight has one key, and its optimizer's state one owner."""
     ties, keys = stored.state["ties"], {*stored.tensors, *stored.state["scalars"]}
-    if manifest.tying.tied != bool(ties):
-        words = ("tied", "not tied")
-        yield f"{MANIFEST} says the head is {words[not manifest.tying.tied]}, {STATE} that it is {words[not ties]}"
+    tied = any(first in stored.state["tables"] for first in ties.values())
+    if manifest.tying.tied != tied:
+        words = ("not tied", "tied")
+        yield f"{MANIFEST} says the head is {words[manifest.tying.tied]}, {STATE} that it is {words[tied]}"
     for alias, first in ties.items():
         if f"model.{first}" not in keys:
             yield f"{alias} is tied to {first}, which the checkpoint does not hold"

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vocab_parallel.checkpoint.files import StoredCheckpoint
@@ -19,14 +18,6 @@ from vocab_parallel.vocabulary.migration.conformance import (
     fixed_hidden,
     record_table,
 )
-
-_WORDS = {
-    "rows_sha256": "the rows are {} when promoted, {} now",
-    "logits_sha256": "raw logits on the fixed hidden rows are {} when promoted, {} now",
-    "best": "the best ids of the hidden rows are {} when promoted, {} now",
-    "probes": "logits of single ids are {} when promoted, {} now",
-    "head": "the head is {} when promoted, {} now",
-}
 
 
 def conformance_record(stored: StoredCheckpoint, manifest: Manifest) -> dict[str, Any]:
@@ -64,9 +55,9 @@ def record_differences(saved: Any, now: dict[str, Any]) -> list[str]:
     """In words: where the record of a bundle is not what its checkpoint gives now."""
     saved = saved if isinstance(saved, dict) else {}
     return [
-        "conformance: " + _WORDS.get(key, f"{key} is {{}} when promoted, {{}} now").format(*map(_short, sides))
+        f"conformance: {key} was {saved.get(key)!s:.60} when promoted, is {now.get(key)!s:.60}"
         for key in [*now, *(key for key in saved if key not in now)]
-        if (sides := (saved.get(key), now.get(key)))[0] != sides[1]
+        if saved.get(key) != now.get(key)
     ]
 
 
@@ -85,7 +76,7 @@ def _reader(stored: StoredCheckpoint, key: str) -> RowReader:
 
     def read(start: int, stop: int) -> Tensor:
         rows = stored.read(key, start, stop)
-        bad = ~torch.isfinite(rows.reshape(len(rows), -1)).all(1)
+        bad = ~rows.double().isfinite().flatten(1).all(1) if rows.dim() > 1 else ~rows.double().isfinite()
         if bool(bad.any()):
             token_id = start + int(bad.nonzero()[0, 0])
             raise CheckpointLayoutError(f"row {token_id} of {key} holds NaN or an infinity: release another checkpoint")
@@ -115,8 +106,3 @@ def _head(stored: StoredCheckpoint, manifest: Manifest) -> tuple[str | None, str
 def _sha256(values: Tensor) -> str:
     values = values.contiguous()  # not by way of numpy, which this package does without
     return hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"

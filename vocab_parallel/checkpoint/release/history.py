@@ -12,7 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from vocab_parallel.checkpoint.release.bundle import is_id, sync_folder
+from vocab_parallel.checkpoint.placing import sync
+from vocab_parallel.checkpoint.release.bundle import is_id
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary.manifest.strict_json import dump, parse
 
@@ -77,11 +78,12 @@ class History:
         link.unlink(missing_ok=True)
         os.symlink(to, link)
         os.replace(link, self.releases / CURRENT)
-        sync_folder(self.releases)
+        sync(self.releases)
 
     def digest(self, bundle_id: str) -> str | None:
-        """The sha256 of a bundle's list as it was first promoted."""
-        return next((one.sha256 for one in self.events if one.id == bundle_id and one.sha256 is not None), None)
+        """The sha256 of a bundle's list as it was promoted last."""
+        found = [one.sha256 for one in self.events if one.id == bundle_id and one.sha256 is not None]
+        return found[-1] if found else None
 
 
 @contextmanager
@@ -130,7 +132,7 @@ def _stack(events: list[Event]) -> tuple[list[str], list[str]]:
         before = now
         if event.action == "rollback" and event.id in now:
             now = now[: len(now) - now[::-1].index(event.id)]
-        else:
+        elif now[-1:] != [event.id]:  # else it was made again, in place of a damaged one
             now = [*now, event.id]
     return now, before
 

@@ -92,7 +92,7 @@ def promote(
             if wrong:
                 words = "; ".join(wrong).replace(f"{assembly.path}{os.sep}", "")
                 raise CheckpointLayoutError(f"{source} is not promoted: {words}")
-            made, is_new = assembly.finish(history.current, stored.state["ties"], record)
+            made, is_new = assembly.finish(history.stack, stored.state["ties"], record)
         return _use(history, made, check_policy, is_new)
 
 
@@ -178,8 +178,8 @@ def _use(history: History, bundle: Bundle, check_policy: PolicyCheck | None, is_
     """Puts a bundle into use, if it is not already; one that was there is verified first."""
     if not is_new:
         _require_whole(bundle, check_policy, history)
-    if bundle.id == history.current:
-        return dataclasses.replace(bundle, note="already in use: the same content")
+        if bundle.id == history.current:
+            return dataclasses.replace(bundle, note="already in use: the same content")
     history.move("promote", bundle.id, described(bundle.path / BUNDLE)["sha256"])
     return dataclasses.replace(bundle, note="promoted" if is_new else "promoted again: the same content")
 

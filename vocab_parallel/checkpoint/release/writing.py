@@ -11,27 +11,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
+from vocab_parallel.checkpoint.files import StoredCheckpoint, check_file, damaged, open_checkpoint
 from vocab_parallel.checkpoint.migration.assets import TOKENIZER_FILES
+from vocab_parallel.checkpoint.placing import STATE, sync
 from vocab_parallel.checkpoint.release.bundle import (
     ACCEPTANCE,
     BUNDLE,
     CHECKPOINT,
-    MANIFEST,
     MIGRATION,
     POLICY,
     TOKENIZER,
-    VOCABULARY,
     Bundle,
     BundleRecord,
     FileRecord,
     bundle_id,
     is_plain,
     read_bundle,
-    sync_folder,
 )
 from vocab_parallel.checkpoint.release.checks import read_tokenizer, require_table
-from vocab_parallel.checkpoint.writing import ASSETS, STATE, described, json_bytes, write_file
+from vocab_parallel.checkpoint.writing import ASSETS, MANIFEST, VOCABULARY, described, json_bytes, write_file
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest, PolicyContract
@@ -59,25 +57,27 @@ class Assembly:
         return self.files[name]
 
     def finish(
-        self, previous: str | None, ties: Mapping[str, str], conformance: Mapping[str, Any]
+        self, earlier: list[str], ties: Mapping[str, str], conformance: Mapping[str, Any]
     ) -> tuple[Bundle, bool]:
         """Lists the files, makes all read-only, syncs, and gives the folder its name.
 
         Returns:
             The bundle, and whether it is new: one of the same content stays as it is.
         """
-        record = BundleRecord(bundle_id(self.files), previous, dict(sorted(self.files.items())), ties, conformance)
+        made = bundle_id(self.files)
+        previous = next((one for one in reversed(earlier) if one != made), None)
+        record = BundleRecord(made, previous, dict(sorted(self.files.items())), ties, conformance)
         final = self.path.parent / record.id
         if final.exists():
             return read_bundle(final), False
-        write_file(self.path / BUNDLE, (to_text(dump(record)) + "\n").encode())
+        write_file(self.path / BUNDLE, to_text(dump(record), BUNDLE).encode())
         for folder, _, names in os.walk(self.path, topdown=False):
             for name in names:
                 os.chmod(Path(folder, name), 0o444)
-            sync_folder(Path(folder))
+            sync(Path(folder))
             os.chmod(folder, 0o555)
         os.replace(self.path, final)
-        sync_folder(final.parent)
+        sync(final.parent)
         return read_bundle(final), True
 
 
@@ -110,7 +110,10 @@ def gather(
             "save_checkpoint(..., manifest=Manifest.of(model, identity=...))"
         )
     manifest = Manifest.read(source)
-    for name in (*stored.state["files"], STATE):
+    files = stored.state["files"]
+    if wrong := [found for name in files if (found := check_file(source, name, files, content=False))]:
+        raise CheckpointLayoutError(damaged(source, wrong))  # before a name from elsewhere becomes a path
+    for name in (*files, STATE):
         assembly.add(f"{CHECKPOINT}/{name}", source / name, link=not copy)
     identity = _tokenizer(assembly, stored, manifest, tokenizer)
     assembly.add(VOCABULARY, json_bytes(identity.to_json()))
@@ -145,11 +148,20 @@ def _tokenizer(assembly: Assembly, stored: StoredCheckpoint, manifest: Manifest,
     table = stored.path / VOCABULARY if VOCABULARY in stored.state["files"] else None
     if given is not None and not files:
         raise CheckpointLayoutError(f"{path} holds no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}")
-    if not files and table is None:
-        raise CheckpointLayoutError(f"{stored.path} carries neither a tokenizer nor {VOCABULARY}: give tokenizer=")
+    sha256, size = manifest.vocabulary.ordered_table_sha256, manifest.vocabulary.size
+    if not files and table is None and sha256 is not None:
+        raise CheckpointLayoutError(
+            f"{stored.path} carries neither a tokenizer nor {VOCABULARY}: give the tokenizer of the ordered table "
+            f"sha256 {sha256[:16]}…, --tokenizer PATH on the command line"
+        )
+    if sha256 is None:
+        raise CheckpointLayoutError(
+            f"{stored.path} does not say which ordered table its rows are of (it names no sha256), so nothing ties a "
+            "tokenizer to them. Load it and save it with save_checkpoint(..., identity=identity, "
+            "manifest=Manifest.of(model, identity=identity)), identity = read_vocabulary(<its tokenizer>)"
+        )
     for file in files:
         assembly.add(f"{TOKENIZER}/{file.name}", file)
-    sha256, size = manifest.vocabulary.ordered_table_sha256, manifest.vocabulary.size
     try:
         places = [str(path)] if files else []
         identities = [read_tokenizer(path, files)] if files else []
@@ -173,7 +185,7 @@ def _contract(policy: Mapping[str, Any], stop_ids: tuple[int, ...]) -> PolicyCon
 
 def _json(value: Any, what: str) -> bytes:
     try:
-        return json_bytes(json.loads(json.dumps(value, sort_keys=True, allow_nan=False))) + b"\n"
+        return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise CheckpointLayoutError(f"{what} must be plain JSON values: {error}") from error
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vocab_parallel.checkpoint.exchange.targets import require_free, write_ours
+from vocab_parallel.checkpoint.migration.assets import VOCABULARY
 from vocab_parallel.checkpoint.rows import Rows
-from vocab_parallel.checkpoint.writing import make_state, write_checkpoint
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.integrations.deepspeed.zero_files import Cut, ZeroFiles
 from vocab_parallel.integrations.deepspeed.zero_tag import find_tag
 from vocab_parallel.layout import VocabLayout
-from vocab_parallel.vocabulary.manifest import Manifest
+from vocab_parallel.vocabulary.identity import VocabIdentity
 
 MASTER = "master_weight"
 
@@ -52,17 +53,35 @@ def from_deepspeed(
             do not fit together; another vocabulary than expected; optimizer state that is not elementwise; `target`
             exists.
     """
-    target = Path(target)
-    if target.exists():
-        raise CheckpointLayoutError(f"{target} exists: name a new folder, nothing is replaced")
-    files = ZeroFiles.open(find_tag(Path(source)))
+    source, target = Path(source), Path(target)
+    require_free(target, source)
+    files = ZeroFiles.open(find_tag(source))
     if vocab_size is not None and vocab_size != files.vocab_size:
         raise CheckpointLayoutError(
             f"{files.folder} has a vocabulary of {files.vocab_size} real rows, not the {vocab_size} asked for. Convert "
             "it as it is, and then change it: python -m vocab_parallel migrate"
         )
     layout = VocabLayout(files.vocab_size, tp_size, multiple_of=multiple_of)
-    parts: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
+    parts, scalars = _parts(files, layout)
+    table = files.folder.parent / VOCABULARY  # as the app saves it beside the engine's tag
+    identity = VocabIdentity.read(table) if table.is_file() else None
+    if identity is not None and identity.size != files.vocab_size:
+        raise CheckpointLayoutError(
+            f"{table} has {identity.size} ids, {files.folder} has {files.vocab_size} real rows: the table is of "
+            "another model, put it elsewhere"
+        )
+    known = {} if identity is None else {"vocabulary_sha256": identity.sha256}
+    write_ours(
+        target, parts, layout, step=files.step, tables=[name for name in files.names if name in files.tables],
+        ties=files.aliases, scalars=scalars, extra={"deepspeed": files.origin(), **known}, host="deepspeed",
+        identity=identity, assets=None if identity is None else {VOCABULARY: table},
+    )  # fmt: skip
+    return target
+
+
+def _parts(files: ZeroFiles, layout: VocabLayout) -> tuple[list[dict[str, Tensor]], dict[str, float]]:
+    """What the virtual ranks write, and the optimizer's numbers."""
+    parts: list[dict[str, Tensor]] = [{} for _ in range(layout.tp_size)]
     scalars: dict[str, float] = {}
     for name in files.names:
         weight, states = files.weight(name), files.states(name)
@@ -80,22 +99,7 @@ def from_deepspeed(
             else:
                 scalars[f"optimizer.{name}.{number}"] = value
     parts[0].update({f"model.{name}": buffer for name, buffer in files.buffers.items()})
-    tensors = {key: value for part in parts for key, value in part.items()}
-    tables = [name for name in files.names if name in files.tables]
-    described = make_state(
-        files.step,
-        tensors,
-        layout={"vocab_size": layout.vocab_size, "padded_size": layout.padded_size, "tp_size": tp_size},
-        tables=tables,
-        ties=files.aliases,
-        scalars=scalars,
-        extra={"deepspeed": files.origin()},
-    )
-    manifest = Manifest.of_tensors(
-        {key: (value.dtype, value.shape) for key, value in tensors.items()},
-        tables=tables, ties=files.aliases, layout=layout, step=files.step, host="deepspeed",
-    )  # fmt: skip
-    return write_checkpoint(target, parts, state=described, manifest=manifest)
+    return parts, scalars
 
 
 def _place(key: str, cut: Cut, parts: list[dict[str, Tensor]], layout: VocabLayout | None) -> None:

@@ -16,6 +16,7 @@ from vocab_parallel.integrations.deepspeed.checks import agree, parameter_groups
 from vocab_parallel.integrations.deepspeed.universal import layout_of
 from vocab_parallel.shard import VocabShard
 from vocab_parallel.tying import vocab_parameters
+from vocab_parallel.vocabulary.row_states import is_master_weight
 
 # The flat masters of stage 3, of 1 and 2, and of the bfloat16 optimizer of stage 1.
 _FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
@@ -59,7 +60,9 @@ class _Plan:
         self.engine, self.stored, self.model = engine, stored, engine.module
         self.parameters = dict(self.model.named_parameters())
         self.tables = {name: shard for name, (_, shard) in vocab_parameters(self.model).items()}
-        self.tp_size = next(iter(self.tables.values())).tp_size
+        if not self.tables:
+            raise CheckpointLayoutError("the engine's model has no vocabulary-parallel table: build it with initialize")
+        self.tp_size = self._shard.tp_size
         self.base: Any = getattr(engine.optimizer, "optimizer", None)
         if engine.zero_optimization_stage() == 0 or self.base is None:
             raise CheckpointLayoutError(
@@ -75,9 +78,9 @@ class _Plan:
             self._check(f"model.{name}", name, parameter)
             for state in self.names if parameter.requires_grad else ():
                 self._check(f"optimizer.{name}.{state}", name, parameter)
-        for name, _ in self._buffers():
-            if f"model.{name}" not in stored.tensors:
-                raise CheckpointLayoutError(f"{stored.path} has no buffer {name}, which the model has")
+        for name, buffer in self._buffers():
+            self._check(f"model.{name}", name, buffer)
+        self._check_left_over(trained)
 
     def load(self) -> None:
         """Reads and sets every value of this rank."""
@@ -153,12 +156,12 @@ class _Plan:
     def _shard(self) -> VocabShard:
         return next(iter(self.tables.values()))
 
-    def _dim(self, parameter: nn.Parameter) -> int | None:
+    def _dim(self, parameter: Tensor) -> int | None:
         """The dimension that another parameter than the vocabulary's is cut over."""
         marked = self.tp_size > 1 and getattr(parameter, "tensor_model_parallel", False)
         return int(getattr(parameter, "partition_dim", 0)) if marked else None
 
-    def _check(self, key: str, name: str, parameter: nn.Parameter) -> None:
+    def _check(self, key: str, name: str, parameter: Tensor) -> None:
         shape = list(getattr(parameter, "ds_shape", parameter.shape))
         if name in self.tables:
             shape[0] = self.tables[name].vocab_size
@@ -172,6 +175,19 @@ class _Plan:
                 + f", the engine needs {shape}"
                 + ("" if key.startswith("model.") else ": it was saved without this optimizer's state")
             )
+
+    def _check_left_over(self, trained: list[str]) -> None:
+        """Whether the engine takes all that the checkpoint has."""
+        takes = {"model": set(self.model.state_dict()), "optimizer": set(trained)}
+        for key in self.stored.tensors:
+            kind, _, name = key.partition(".")
+            name = name if kind == "model" else name.rpartition(".")[0]
+            if name not in takes.get(kind, ()) and not (kind == "optimizer" and is_master_weight(key)):
+                what = "parameter or buffer" if kind == "model" else "trained parameter"
+                raise CheckpointLayoutError(
+                    f"{self.stored.path} has {key}, the engine's model no {what} of that name: it was saved of another "
+                    "model. Build the engine with the model that it was saved of"
+                )
 
     def _check_ties(self) -> None:
         mine, theirs = layout_of(self.model)["aliases"], self.stored.state["ties"]
@@ -188,25 +204,29 @@ class _Plan:
 
 def _kept_states(stored: StoredCheckpoint, names: list[str]) -> tuple[list[str], float | None]:
     """The elementwise states that the checkpoint has of every trained parameter, and the steps."""
-    of_each = [
-        {key.rpartition(".")[2] for key in stored.tensors if key.startswith("optimizer.") and _owner(key) == name}
-        for name in names
-    ]
-    kept = set().union(*of_each) - {"step", "master_weight"}
+    of_each: dict[str, set[str]] = {name: set() for name in names}
+    for key in stored.tensors:
+        owner, _, state = key.removeprefix("optimizer.").rpartition(".")
+        if key.startswith("optimizer.") and owner in of_each:
+            of_each[owner].add(state)
+    kept = set().union(*of_each.values()) - {"step", "master_weight"}
     if not kept:
         raise CheckpointLayoutError(
             f"{stored.path} has no optimizer state: load its weights with load_checkpoint before initialize"
         )
-    steps = {float(stored.read(f"optimizer.{n}.step")) for n in names if f"optimizer.{n}.step" in stored.tensors}
+    numbers = stored.state["scalars"]
+    steps = {float(stored.read(key)) for n in names if (key := f"optimizer.{n}.step") in stored.tensors}
+    steps |= {float(numbers[key]) for n in names if (key := f"optimizer.{n}.step") in numbers}
     if len(steps) > 1:
         raise CheckpointLayoutError(
             f"{stored.path} counts different steps of its parameters ({sorted(steps)}); DeepSpeed has one for all"
         )
+    if not steps and "exp_avg_sq" in kept:
+        raise CheckpointLayoutError(
+            f"{stored.path} has exp_avg_sq without a count of steps: Adam would take its moments for those of a first "
+            "step. Load its weights alone, with load_checkpoint before initialize"
+        )
     return sorted(kept), steps.pop() if steps else None
-
-
-def _owner(key: str) -> str:
-    return key.removeprefix("optimizer.").rpartition(".")[0]
 
 
 def _holds(group: list[nn.Parameter], parameter: nn.Parameter) -> bool:

@@ -94,6 +94,8 @@ class ZeroFiles:
         name = _model_name(0, 0 if by_rank else None)
         model = _dictionary(folder / name)
         dp_size = _count(model, "dp_world_size", folder / name)
+        if dp_size * tp_size > MOST_RANKS:
+            raise CheckpointLayoutError(f"{folder / name} says {dp_size} x {tp_size} ranks, more than any job has")
         if _count(model, "mp_world_size", folder / name) != tp_size:
             raise CheckpointLayoutError(
                 f"{folder / name} was saved by {model['mp_world_size']} tensor-parallel ranks, {LAYOUT_FILE} beside it "
@@ -117,7 +119,8 @@ class ZeroFiles:
     @property
     def step(self) -> int:
         """Optimizer steps of the engine."""
-        return int(self.model.get("global_steps") or 0)
+        found = self.model.get("global_steps")
+        return found if type(found) is int and 0 <= found < 2**62 else 0
 
     @cached_property
     def names(self) -> list[str]:

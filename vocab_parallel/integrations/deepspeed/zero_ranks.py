@@ -18,6 +18,7 @@ State = str | None  # a name; None: the master weights
 
 _FLAT_3, _FLAT_2 = "fp32_flat_groups", "single_partition_of_fp32_groups"  # the masters of stage 3, and of 1 and 2
 _OPTIMIZER = "optimizer_state_dict"
+_FEW = 2**20
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,17 @@ class Flat:
     at: tuple[str | int, ...]
     numel: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, file: Path, at: tuple[str | int, ...], value: Tensor) -> Flat:
+        """Where a tensor of a file is.
+
+        Raises:
+            CheckpointLayoutError: It repeats few numbers to far more than the file has.
+        """
+        if value.numel() > _FEW and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise CheckpointLayoutError(f"{file} says that {at[-1]} has {value.numel()} numbers, more than it holds")
+        return cls(file, at, value.numel(), value.dtype)
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,7 @@ def read_rank(models: Sequence[Path], optimizers: Sequence[Path]) -> RankFiles:
                 _add_frozen(found, load_plain(path), path, rank, len(models))
     except CheckpointLayoutError as error:
         raise CheckpointLayoutError(str(error) if str(folder) in str(error) else f"{folder}: {error}") from error
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
         names = ", ".join(path.name for path in (*models, *optimizers)[:4])
         raise CheckpointLayoutError(
             f"{folder}: {names} are not as DeepSpeed 0.19 saves stages 1, 2 and 3 ({type(error).__name__}: {error}). "
@@ -140,13 +152,13 @@ def _read_model(found: RankFiles, path: Path) -> list[dict[str, torch.Size]]:
     for name, value in model["module"].items():
         if not isinstance(value, Tensor):
             continue
+        flat = Flat.of(path, ("module", name), value)
         if name in buffers:
             found.buffers[name] = value.clone()
             continue
         found.dtypes[name] = value.dtype
         if not path.name.startswith("zero_"):  # stage 1 does not list the shapes of frozen ones
             found.shapes.setdefault(name, value.shape)
-        flat = Flat(path, ("module", name), value.numel(), value.dtype)
         found.weights[name] = [Run(0, flat.numel, flat, 0)]
     return shapes
 
@@ -187,7 +199,7 @@ def _add_frozen(found: RankFiles, model: Mapping[str, Any], path: Path, rank: in
     for name, values in (model.get("frozen_param_fragments") or {}).items():
         numel = found.shapes[name].numel()
         share = -(-numel // dp_size)
-        flat = Flat(path, ("frozen_param_fragments", name), values.numel(), values.dtype)
+        flat = Flat.of(path, ("frozen_param_fragments", name), values)
         count = max(0, min(share, numel - rank * share))
         found.weights.setdefault(name, []).append(Run(rank * share, count, flat, 0))
 
@@ -210,13 +222,15 @@ def _group(
     *, padding: int = 0,
 ) -> Group:  # fmt: skip
     """The buffers of a group; stages 1 and 2 store some of them without the `padding` at their end, some with it."""
-    flats: dict[State, Flat] = {None: Flat(path, (_OPTIMIZER, *master_at), master.numel(), master.dtype)}
+    flats: dict[State, Flat] = {None: Flat.of(path, (_OPTIMIZER, *master_at), master)}
     numbers: dict[str, float] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim() > 0 and abs(value.numel() - master.numel()) in (0, padding):
-            flats[name] = Flat(path, (_OPTIMIZER, *at, name), value.numel(), value.dtype)
+            flats[name] = Flat.of(path, (_OPTIMIZER, *at, name), value)
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             numbers[name] = float(value) if isinstance(value, Tensor) else value
+            if not abs(numbers[name]) < 1e300:
+                raise CheckpointLayoutError(f"the optimizer's state {name} is {numbers[name]}, expected a number")
         elif value is not None:
             raise CheckpointLayoutError(f"the optimizer's state {name} has not one value for each element of a weight")
     return Group(flats, numbers)

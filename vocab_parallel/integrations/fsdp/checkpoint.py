@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from vocab_parallel.checkpoint.saving import Contents, save_together
-from vocab_parallel.checkpoint.states import plain_name, shard_of
 from vocab_parallel.checkpoint.store import load_checkpoint
 from vocab_parallel.checkpoint.together import caught, ranks_of
 from vocab_parallel.integrations.fsdp.setup import reshard, verify_tied
 from vocab_parallel.tying import vocab_parameters
+from vocab_parallel.vocabulary.manifest.describing import plain_name, shard_of
 
 
 def save(
@@ -37,8 +37,8 @@ def save(
         As `save_checkpoint`, over all ranks of the job.
     """
     reshard(model)
-    contents = Contents(step, extra=dict(extra or {}))
-    fault = caught("the state could not be collected", contents.fill, model, optimizer, False)
+    contents = Contents(step, extra=extra or {})
+    fault = caught("the state could not be collected", contents.fill, model, optimizer)
     save_together(ranks_of(model, shard_of(model), None), Path(folder), contents, fault)
 
 

@@ -21,7 +21,8 @@ def old_encoder(path: str | os.PathLike[str]) -> Callable[[bytes], list[int]]:
     """An encoder of bytes to the ids of the tokenizer in `path`, by its own library; for `VocabMap.from_vocabs`.
 
     The bytes are taken as they stand within a text: nothing is put before or after them. Bytes that are no UTF-8 go by
-    the tokens of single bytes, where there are any.
+    the tokens of single bytes, where there are any. What the tokenizer cannot write has no ids: the unknown token's row
+    says nothing of a token that it stands for.
 
     Args:
         path: a file or folder that `read_vocabulary` reads.
@@ -33,18 +34,19 @@ def old_encoder(path: str | os.PathLike[str]) -> Callable[[bytes], list[int]]:
     data = read_bytes(path)
     form, parsed = tell(data, path)
     identity = read_vocabulary(path)
-    single = _single_bytes(identity)
+    single, unknown = _single_bytes(identity), identity.special_ids.get("unk")
     if form == "tokenizer.json":
         encode = _hugging_face(parsed, path)
     elif form == "sentencepiece":
         encode = sentencepiece_model(data + _VERBATIM, path).encode_as_ids
     elif form == "tiktoken":
-        encode = _tiktoken(r"(?s:.)+", tiktoken_ranks(data, path), 0, path)
+        encode = tiktoken_encoding(tiktoken_ranks(data, path), path).encode_ordinary
     elif form == "tekken":
-        _, count, ranks = tekken_ranks(parsed, path)
-        encode = _tiktoken(str(parsed["config"].get("pattern") or r"(?s:.)+"), ranks, count, path)
+        _, first, ranks = tekken_ranks(parsed, path)
+        encoding = tiktoken_encoding(ranks, path, parsed["config"].get("pattern"))
+        encode = lambda text: [rank + first for rank in encoding.encode_ordinary(text)]  # noqa: E731
     elif identity.source == "bytes":
-        return lambda token: [single[byte] for byte in token]
+        return lambda token: [single[byte] for byte in token if byte in single]
     else:
         raise VocabularyError(
             f"{path} is an ordered table of {identity.source}: it says which token each id is, not how text is cut; "
@@ -55,7 +57,7 @@ def old_encoder(path: str | os.PathLike[str]) -> Callable[[bytes], list[int]]:
         ids: list[int] = []
         for part in _parts(token):
             if isinstance(part, str):
-                ids.extend(encode(part))
+                ids.extend(token_id for token_id in encode(part) if token_id != unknown)
             elif part in single:
                 ids.append(single[part])
         return ids
@@ -102,7 +104,10 @@ def _hugging_face(parsed: dict[str, Any], path: object) -> Callable[[str], Seque
         raise VocabularyError(f"{path}: the tokenizers library refuses it: {shortened(str(error), 200)}") from error
 
     def encode(text: str) -> Sequence[int]:
-        ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception:  # a model of words or pieces without an unknown token refuses what it cannot write
+            return []
         return ids
 
     return encode
@@ -125,7 +130,12 @@ def _without_prefix(step: Any) -> Any:
     return changed
 
 
-def _tiktoken(pattern: str, ranks: dict[bytes, int], first: int, path: object) -> Callable[[str], Sequence[int]]:
+def tiktoken_encoding(ranks: dict[bytes, int], path: object, pattern: Any = None) -> Any:
+    """The byte-pair encoding of a table by its own library.
+
+    Args:
+        pattern: how the file cuts text before byte pairs are merged; None: not at all.
+    """
     try:
         import tiktoken
     except ImportError as error:
@@ -134,7 +144,7 @@ def _tiktoken(pattern: str, ranks: dict[bytes, int], first: int, path: object) -
     if missing:
         raise VocabularyError(f"{path}: the byte {missing[0]:#04x} has no rank, so text cannot be encoded with it")
     try:
-        encoding = tiktoken.Encoding("old", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    except ValueError as error:
+        cut = r"(?s:.)+" if pattern is None else pattern
+        return tiktoken.Encoding("table", pat_str=cut, mergeable_ranks=ranks, special_tokens={})
+    except (ValueError, TypeError) as error:
         raise VocabularyError(f"{path}: tiktoken refuses it: {shortened(str(error), 200)}") from error
-    return lambda text: [rank + first for rank in encoding.encode_ordinary(text)]

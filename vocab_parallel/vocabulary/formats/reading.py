@@ -11,10 +11,11 @@ from typing import Any
 from vocab_parallel.errors import VocabularyError
 from vocab_parallel.vocabulary.files import parse_json, read_bytes, shortened
 from vocab_parallel.vocabulary.formats.tables import TIKTOKEN_LINE, from_sentencepiece, from_tekken, from_tiktoken
-from vocab_parallel.vocabulary.formats.tokenizer_json import from_tokenizer_json, read_roles
+from vocab_parallel.vocabulary.formats.tokenizer_json import from_tokenizer_json, read_beside
 from vocab_parallel.vocabulary.identity import FORMAT, VocabIdentity
 
-IN_FOLDER = ("vocabulary.json", "tokenizer.json", "tekken.json", "tokenizer.model")
+# A tokenizer is what emits the ids; a table beside it may be of before its last change, and encodes nothing.
+IN_FOLDER = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocabulary.json")
 KNOWN = "a tokenizer.json, a tiktoken or Tekken table, a SentencePiece model, or a vocabulary.json of this package"
 
 
@@ -56,7 +57,7 @@ def read_vocabulary(
     elif form == "table":
         found = VocabIdentity.from_json(parsed, path)
     else:
-        found = from_tokenizer_json(parsed, path, read_roles(folder) if folder is not None else None)
+        found = from_tokenizer_json(parsed, path, None if folder is None else read_beside(folder))
     try:
         found = found if special_ids is None else replace(found, special_ids=special_ids)
         return found if size is None else found.resized(size)

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vocab_parallel.errors import VocabularyError
 from vocab_parallel.vocabulary.files import Reader, parse_json, read_bytes, shortened, text_bytes
-from vocab_parallel.vocabulary.formats.table import Table
-from vocab_parallel.vocabulary.formats.tables import BYTE_PIECE
+from vocab_parallel.vocabulary.formats.tables import BYTE_PIECE, Table
 from vocab_parallel.vocabulary.identity import ROLES, VocabIdentity
 
 SOURCE = "tokenizer.json"
 ROLE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_LISTS = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")
 
 
-def from_tokenizer_json(data: object, path: object, roles: Mapping[str, str] | None = None) -> VocabIdentity:
+class Beside(NamedTuple):
+    """What the files beside a tokenizer.json say.
+
+    Attributes:
+        roles: Role ("bos", "eos", ...) to the content of its token.
+        listed: Contents of further tokens, which Transformers adds if the tokenizer lacks them.
+    """
+
+    roles: Mapping[str, str]
+    listed: tuple[str, ...] = ()
+
+
+def from_tokenizer_json(data: object, path: object, beside: Beside | None = None) -> VocabIdentity:
     """Reads the parsed file: the model's vocabulary and the added tokens, which may lie inside it or past it.
 
     Byte-level tokens become their bytes, a word-boundary mark becomes a space, ``<0x41>`` of a model with byte
@@ -25,7 +37,7 @@ def from_tokenizer_json(data: object, path: object, roles: Mapping[str, str] | N
     Args:
         data: the parsed file.
         path: its name, for messages.
-        roles: role ("bos", "eos", ...) to the content of its token, from the files beside it.
+        beside: what the files beside it say.
 
     Raises:
         VocabularyError: not such a file.
@@ -35,13 +47,10 @@ def from_tokenizer_json(data: object, path: object, roles: Mapping[str, str] | N
     decode = _Decoder(reader)
     words = _model_words(reader.inside("model"))
     added = _added_tokens(reader)
+    ids = _given_ids(reader, words, added)
     unknown = _unknown(reader.inside("model"), words)
     for token_id, content in words.items():
         if token_id in added:
-            if added[token_id][0] != content:
-                here, there = shortened(added[token_id][0]), shortened(content)
-                what = f"id {token_id} is {here} here and {there} in model.vocab"
-                raise reader.error("added_tokens", f"{what}; save the tokenizer again")
             continue
         place = f"model.vocab {shortened(content)}"
         if token_id == unknown:
@@ -54,27 +63,25 @@ def from_tokenizer_json(data: object, path: object, roles: Mapping[str, str] | N
             table.put(token_id, "special", text_bytes(content, path, place), place)
         else:
             table.put(token_id, "normal", decode.added(content, place), place)
-    ids = {content: token_id for token_id, content in reversed(words.items())}
-    ids |= {content: token_id for token_id, (content, _) in reversed(added.items())}
-    return table.identity(_role_ids(roles or {}, ids, unknown, path), list(added))
+    return table.identity(_role_ids(beside or Beside({}), ids, unknown, path), list(added))
 
 
-def read_roles(folder: Path) -> dict[str, str]:
-    """Role to token content, from ``tokenizer_config.json`` and then ``special_tokens_map.json``."""
+def read_beside(folder: Path) -> Beside:
+    """What ``tokenizer_config.json``, and after it ``special_tokens_map.json``, say of tokens."""
     roles: dict[str, str] = {}
-    for name in ROLE_FILES:
-        path = folder / name
-        if not path.is_file():
-            continue
+    listed: list[str] = []
+    for path in (folder / name for name in ROLE_FILES if (folder / name).is_file()):
         reader = Reader(parse_json(read_bytes(path), path), path)
         for key, value in reader.value.items():
-            role = key.removesuffix("_token")
-            content = value.get("content") if isinstance(value, dict) else value
+            role, content = key.removesuffix("_token"), _content(value)
             if role in ROLES and value is not None:
                 reader.require(content, str, key)
             if role != key and isinstance(content, str):  # add_bos_token is a switch, num_image_token a count
                 roles.setdefault(role, content)
-    return roles
+            elif key in _LISTS and isinstance(value, (dict, list)):
+                entries = map(_content, value.values() if isinstance(value, dict) else value)
+                listed.extend(content for content in entries if isinstance(content, str))
+    return Beside(roles, tuple(listed))
 
 
 class _Decoder:
@@ -166,25 +173,49 @@ def _added_tokens(reader: Reader) -> dict[int, tuple[str, bool]]:
     return added
 
 
+def _given_ids(reader: Reader, words: Mapping[int, str], added: Mapping[int, tuple[str, bool]]) -> dict[str, int]:
+    """Id by content, as the tokenizers library gives them when it loads the file.
+
+    It does not take an added token's id from the file, but gives it that of an equal token of the model, else the next
+    free one. Where these differ a text gets other rows than the file says (huggingface/transformers#48446).
+    """
+    known, last = {content: token_id for token_id, content in words.items()}, -1
+    for token_id, (content, _) in added.items():
+        if content and content not in known:  # it leaves an empty one out
+            last = known[content] = max(last + 1, len(words))
+        here = shortened(content)
+        if known.get(content, token_id) != token_id:
+            raise reader.error(
+                "added_tokens", f"{here} has id {token_id}, but the tokenizers library gives it id {known[content]} "
+                "when it loads the file: texts would get other rows. Fill the ids between, or take the file that "
+                "Tokenizer.from_file(...).save(...) writes, if the model was trained with those ids"
+            )  # fmt: skip
+        if words.get(token_id, content) != content:
+            what = f"id {token_id} is {here} here and {shortened(words[token_id])} in model.vocab"
+            raise reader.error("added_tokens", f"{what}; save the tokenizer again")
+    return known
+
+
 def _unknown(model: Reader, words: Mapping[int, str]) -> int | None:
     """The id of the model's own unknown token."""
     if isinstance(model.value.get("vocab"), list):
-        return model.get("unk_id", int, None) if model.value.get("unk_id") in words else None
+        number = model.get("unk_id", int, None)
+        return number if number in words else None
     content = model.get("unk_token", str, None)
     return None if content is None else next((key for key, word in words.items() if word == content), None)
 
 
-def _role_ids(roles: Mapping[str, str], ids: Mapping[str, int], unknown: int | None, path: object) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for role, content in roles.items():
-        if content not in ids and role not in ROLES:
-            continue
+def _content(entry: object) -> object:
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _role_ids(beside: Beside, ids: Mapping[str, int], unknown: int | None, path: object) -> dict[str, int]:
+    needed = {content: f"{role} token" for role, content in beside.roles.items() if role in ROLES}
+    for content, what in [*needed.items(), *((content, "added token") for content in beside.listed)]:
         if content not in ids:
             raise VocabularyError(
-                f"{path}: the {role} token {shortened(content)} of the files beside it is no token here; Transformers "
+                f"{path}: the {what} {shortened(content)} of the files beside it is no token here; Transformers "
                 "would add it while loading: load the tokenizer there once and save_pretrained() it again"
             )
-        found[role] = ids[content]
-    if unknown is not None:
-        found.setdefault("unk", unknown)
-    return found
+    found = {role: ids[content] for role, content in beside.roles.items() if content in ids}
+    return found if unknown is None else {"unk": unknown, **found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,10 +66,13 @@ def require_loadable(saved: Manifest, here: Manifest, *, where: str, retie: bool
     """
     found = [one for one in compare(saved, here, LOAD) if one.kind == MUST]
     if retie:
-        found = [one for one in found if not _follows_from_tie(one, saved, here)]
+        tensors = _tensors_of_tie(saved, here)
+        found = [one for one in found if not one.field.startswith("tying.")]
+        found = [one for one in found if one.field not in tensors or None not in (one.a, one.b)]
     if found:
+        shown, rest = _shown(found)
         raise CheckpointLayoutError(
-            f"{where} does not fit here: {_words(found, 'saved', 'here')}. {' '.join(_fixes(found, where))}"
+            f"{where} does not fit here: {_words(shown, rest, 'saved', 'here')}. {' '.join(_fixes(shown, where))}"
         )
 
 
@@ -84,8 +88,8 @@ def require_comparable(a: Manifest, b: Manifest, *, names: tuple[str, str] = ("a
     found = [one for one in compare(a, b, COMPARE) if one.kind == MUST]
     if found:
         raise CheckpointLayoutError(
-            f"{names[0]} and {names[1]} cannot be compared: {_words(found, *names)}. Run both with one setting of "
-            "these, or compare what does not depend on them."
+            f"{names[0]} and {names[1]} cannot be compared: {_words(*_shown(found), *names)}. Run both with one "
+            "setting of these, or compare what does not depend on them."
         )
 
 
@@ -94,16 +98,21 @@ def show(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, str):
-        return f"{value[:16]}…" if len(value) == 64 else value
+        return printable(f"{value[:16]}…" if len(value) == 64 else value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, TensorSpec):
-        return f"{value.dtype} {list(value.shape)}"
+        return f"{printable(value.dtype)} {list(value.shape)}"
     if isinstance(value, Mapping):
         return _cut(", ".join(f"{key}={show(one)}" for key, one in value.items()) or "none")
     if isinstance(value, (tuple, list)):
         return _cut(f"[{', '.join(show(one) for one in value)}]")
     return str(value)
+
+
+def printable(text: str) -> str:
+    """The text, its control characters escaped: what a file says may not move a terminal's cursor."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _differences(rule: Rule, a: Manifest, b: Manifest, purpose: str | None) -> Iterator[Difference]:
@@ -163,35 +172,34 @@ def _kind(rule: Rule, purpose: str | None) -> str:
     return INFORMATIONAL if rule.informational else TUNE
 
 
-def _follows_from_tie(one: Difference, saved: Manifest, here: Manifest) -> bool:
-    if one.field.startswith("tying."):
-        return True
+def _tensors_of_tie(saved: Manifest, here: Manifest) -> set[str]:
+    """The fields of tensors that one side may lack, because the other has them under another name."""
     names = {name for side in (saved, here) for name in (side.head.head_key, side.head.embedding_key)}
     names |= {name for side in (saved, here) for pair in side.tying.aliases.items() for name in pair}
-    return one.field in {f"checkpoint.tensors.model.{name}" for name in names} and None in (one.a, one.b)
+    return {f"{_TENSORS}model.{name}" for name in names}
 
 
-def _words(found: list[Difference], mine: str, its: str) -> str:
-    causes, tensors = _causes(found)
-    shown = (causes or tensors)[:_SHOWN]
-    parts = [f"{one.field} is {show(one.a)} {mine}, {show(one.b)} {its} ({one.why})" for one in shown]
-    left = len(causes or tensors) - len(shown)
-    parts += [f"and {left} more"] if left else []
-    parts += [f"and {len(tensors)} of the tensors"] if causes and tensors else []
-    return "; ".join(parts)
+def _words(shown: list[Difference], rest: list[str], mine: str, its: str) -> str:
+    return "; ".join([f"{one.field} is {show(one.a)} {mine}, {show(one.b)} {its} ({one.why})" for one in shown] + rest)
 
 
-def _causes(found: list[Difference]) -> tuple[list[Difference], list[Difference]]:
-    """Without what follows from another: of a broken tie its other fields, of a size the shapes. And the tensors."""
+def _shown(found: list[Difference]) -> tuple[list[Difference], list[str]]:
+    """The causes to spell out, and how many differences are left; what follows from a cause is neither.
+
+    From a tie follow its other fields, from a size the shapes. Tensors are spelled out where there is nothing else.
+    """
     fields = {one.field for one in found}
     drop = {field for cause, follows in _FOLLOWS.items() if cause in fields for field in follows}
-    kept = [one for one in found if one.field not in drop]
-    tensors = [one for one in kept if one.field.startswith(_TENSORS)]
+    tensors = [one for one in found if one.field.startswith(_TENSORS)]
+    causes = [one for one in found if one.field not in drop and not one.field.startswith(_TENSORS)]
     if "tying.tied" in fields:
         tensors = [one for one in tensors if None not in (one.a, one.b)]
     if "vocabulary.size" in fields:
         tensors = [one for one in tensors if not _is_resized(one)]
-    return [one for one in kept if not one.field.startswith(_TENSORS)], tensors
+    kept = causes or tensors
+    rest = [f"and {len(kept) - _SHOWN} more"] if len(kept) > _SHOWN else []
+    rest += [f"and {len(tensors)} of the tensors"] if causes and tensors else []
+    return kept[:_SHOWN], rest
 
 
 _FOLLOWS = {
@@ -205,16 +213,11 @@ def _is_resized(one: Difference) -> bool:
     return None not in (one.a, one.b) and one.a.dtype == one.b.dtype and one.a.shape[1:] == one.b.shape[1:]
 
 
-def _fixes(found: list[Difference], where: str) -> list[str]:
+def _fixes(shown: list[Difference], where: str) -> list[str]:
     """What to do about it, once each."""
-    fixes: list[str] = []
-    causes, tensors = _causes(found)
-    for one in (causes or tensors)[:_SHOWN]:
-        rule = max((rule for rule in RULES if one.field.startswith(rule.field)), key=lambda rule: len(rule.field))
-        fix = rule.fix.format(where=where)
-        if fix and fix not in fixes:
-            fixes.append(fix)
-    return fixes
+    rules = [max((rule for rule in RULES if one.field.startswith(rule.field)), key=lambda rule: len(rule.field))
+             for one in shown]  # fmt: skip
+    return list(dict.fromkeys(rule.fix.format(where=shlex.quote(where)) for rule in rules if rule.fix))
 
 
 def _cut(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +21,7 @@ from vocab_parallel.vocabulary.manifest.fields import HeadContract, RuntimeContr
 HOST_PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core", "transformers": "transformers", "fsdp": "torch"}
 
 Module = VocabParallelEmbedding | VocabParallelLMHead
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of single modules, in names of parameters, not in keys
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -32,15 +33,22 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = getattr(model, children[0])
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers of modules add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def shard_of(model: nn.Module) -> VocabShard:
-    """The shard of the model's vocabulary.
+    """The shard of the model's vocabulary; of a model with two (encoder, decoder) the one that its head is over.
 
     Raises:
-        CheckpointLayoutError: It has no parameter over the vocabulary.
+        CheckpointLayoutError: It has no module over the vocabulary.
     """
-    for module in model.modules():
-        if isinstance(module, Module):
-            return module.shard
+    modules = [module for module in model.modules() if isinstance(module, Module)]
+    if modules:
+        return next((one for one in modules if isinstance(one, VocabParallelLMHead)), modules[0]).shard
     raise CheckpointLayoutError(
         f"{type(model).__name__} has no vocabulary-sharded embedding or head, so there is nothing for a manifest to "
         "say. Build it from VocabParallelEmbedding and VocabParallelLMHead, or call integrations.<host>.apply first."
@@ -49,7 +57,8 @@ def shard_of(model: nn.Module) -> VocabShard:
 
 def head_of(model: nn.Module) -> HeadContract:
     """The model's head; of a stage without one, its embedding's side of it."""
-    embedding, head = _first(model, VocabParallelEmbedding), _first(model, VocabParallelLMHead)
+    shard = shard_of(model)
+    embedding, head = _first(model, VocabParallelEmbedding, shard), _first(model, VocabParallelLMHead, shard)
     tied = next((names for names in uses(model).values() if len(names) > 1), [])
     name, module = embedding or head or ("", None)
     assert isinstance(module, Module)
@@ -61,10 +70,9 @@ def head_of(model: nn.Module) -> HeadContract:
         width, bias = lm_head.in_features, lm_head.bias
         projection = None if lm_head.projection is None else " ".join(str(lm_head.projection).split())
     dtype = next(p.dtype for p, _ in vocab_parameters(model).values())
-    softcap, scale = _scores(model)
     return HeadContract(
         width=width,
-        output_width=module.shard.vocab_size,
+        output_width=shard.vocab_size,
         embedding_key=(tied[0] if tied else name) if embedding else None,
         head_key=head and head[0],
         bias_key=None if bias is None or head is None else f"{head[0].removesuffix('weight')}bias",
@@ -72,8 +80,7 @@ def head_of(model: nn.Module) -> HeadContract:
         parameter_dtype=dtype_name(dtype),
         accumulation_dtype="float64" if dtype == torch.float64 else "float32",
         projection=projection,
-        softcap=softcap,
-        scale=scale,
+        **_scores(model),
     )
 
 
@@ -92,7 +99,7 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 def uses(model: nn.Module) -> dict[int, list[str]]:
     """The names of each weight over the vocabulary, by its id: that of `named_parameters` first."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    first = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     found: dict[int, list[str]] = {}
     for name, weight in _weights(model):
         names = found.setdefault(id(weight), [first[id(weight)]] if id(weight) in first else [])
@@ -112,7 +119,7 @@ def tensors_of(model: nn.Module) -> dict[str, TensorSpec]:
         elif getattr(parameter, "tensor_model_parallel", False):  # Megatron's mark of a part
             at = int(getattr(parameter, "partition_dim", 0))
             shape = (*shape[:at], shape[at] * shard_of(model).tp_size, *shape[at + 1 :])
-        found[f"model.{name}"] = TensorSpec(dtype_name(parameter.dtype), shape)
+        found[f"model.{plain_name(name)}"] = TensorSpec(dtype_name(parameter.dtype), shape)
     temporary = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -120,7 +127,7 @@ def tensors_of(model: nn.Module) -> dict[str, TensorSpec]:
     }
     for name, buffer in model.named_buffers():
         if name not in temporary:
-            found[f"model.{name}"] = TensorSpec(dtype_name(buffer.dtype), _shape(buffer))
+            found[f"model.{plain_name(name)}"] = TensorSpec(dtype_name(buffer.dtype), _shape(buffer))
     return found
 
 
@@ -147,12 +154,11 @@ def head_of_tables(
     bias = next((name for name, spec in shapes.items() if len(spec.shape) == 1), None)
     if not wide:
         raise CheckpointLayoutError(f"none of the tables {list(tables)} has the shape [vocab_size, width]")
-    tied = next(iter(ties), None)
     return HeadContract(
         width=shapes[wide[0]].shape[1],
         output_width=vocab_size,
-        embedding_key=ties[tied] if tied is not None else wide[0],
-        head_key=tied if tied is not None else wide[-1],
+        embedding_key=wide[0],
+        head_key=[*wide, *ties][-1] if len(wide) == 1 else wide[-1],
         bias_key=bias,
         bias=bias is not None,
         parameter_dtype=shapes[wide[0]].dtype,
@@ -160,14 +166,45 @@ def head_of_tables(
     )
 
 
+def scores_of(get: Callable[[str], Any]) -> dict[str, Any]:
+    """Softcap and scale of the logits, as the configurations of Transformers name them.
+
+    Gemma 2 has a softcap; Cohere, Falcon-H1 and Granite a scale.
+
+    Args:
+        get: A field of the configuration by its name; None: it has none.
+    """
+    found: dict[str, Any] = {}
+    for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
+        if (value := _positive(get, name)) is not None:
+            found["scale"] = found.get("scale", 1.0) * value**power
+    softcap = _positive(get, "final_logit_softcapping")
+    return found if softcap is None else {**found, "softcap": softcap}
+
+
+def _positive(get: Callable[[str], Any], name: str) -> float | None:
+    value = get(name)
+    if value is None:
+        return None
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not 0 < value < 1e30:
+        raise CheckpointLayoutError(f"the model's configuration: {name}: expected a positive number, got {value!r:.40}")
+    return float(value)
+
+
 def dtype_name(dtype: torch.dtype | str) -> str:
     """ "float32" of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
-def _first(model: nn.Module, kind: type[Module]) -> tuple[str, Module] | None:
+def _first(model: nn.Module, kind: type[Module], shard: VocabShard) -> tuple[str, Module] | None:
     return next(
-        ((f"{name}.weight" if name else "weight", m) for name, m in model.named_modules() if isinstance(m, kind)), None
+        (
+            (_weight_name(name), module)
+            for name, module in model.named_modules()
+            if isinstance(module, kind) and module.shard.layout == shard.layout
+        ),
+        None,
     )
 
 
@@ -179,7 +216,11 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if weight is None:
                 weight = getattr(getattr(module, "tied_to", None), "weight", None)
             if weight is not None:
-                yield (f"{name}.weight" if name else "weight"), weight
+                yield _weight_name(name), weight
+
+
+def _weight_name(module: str) -> str:
+    return plain_name(f"{module}.weight") if module else "weight"
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -187,14 +228,10 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def _scores(model: nn.Module) -> tuple[float | None, float | None]:
-    """Softcap and scale of the logits, as the configurations of Transformers name them (Gemma 2, Cohere, Granite)."""
+def _scores(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
-    softcap, scale = getattr(config, "final_logit_softcapping", None), getattr(config, "logit_scale", None)
-    divided = getattr(config, "logits_scaling", None)
-    if scale is None and divided:
-        scale = 1.0 / divided
-    return (None if softcap is None else float(softcap)), (None if scale is None else float(scale))
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config  # a part, if it sees or hears too
+    return scores_of(lambda name: getattr(text, name, None))
 
 
 def _version(package: str) -> str | None:

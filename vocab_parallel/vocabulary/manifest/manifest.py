@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.tying import vocab_parameters
 from vocab_parallel.vocabulary.files import write_whole
+from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import describing
-from vocab_parallel.vocabulary.manifest.comparison import Difference, compare, require_comparable, require_loadable
 from vocab_parallel.vocabulary.manifest.fields import (
     CheckpointContract,
     HeadContract,
@@ -35,16 +35,7 @@ from vocab_parallel.vocabulary.manifest.fields import (
     check_ids,
     require,
 )
-from vocab_parallel.vocabulary.manifest.strict_json import MAX_BYTES, dump, parse, plain, read_json, to_text
-
-if TYPE_CHECKING:
-    from vocab_parallel.vocabulary.identity import VocabIdentity
-
-__all__ = [
-    "CheckpointContract", "Difference", "HeadContract", "LossContract", "Manifest", "PolicyContract",
-    "RandomnessContract", "RuntimeContract", "TensorSpec", "TyingContract", "VocabularyContract", "compare",
-    "require_comparable", "require_loadable",
-]  # fmt: skip
+from vocab_parallel.vocabulary.manifest.strict_json import dump, parse, plain, read_json, to_text
 
 VERSION = 1
 NAME = "manifest.json"
@@ -162,6 +153,7 @@ class Manifest:
             head: Fields of `HeadContract` that shapes do not tell: `softcap`, `head_key`, ...
         """
         specs = _specs(tensors)
+        ties = {alias: first for alias, first in ties.items() if first in tables}  # not those of a shared trunk
         found = describing.head_of_tables(specs, tables, ties, layout.vocab_size)
         return cls(
             dataclasses.replace(found, **head),
@@ -178,23 +170,23 @@ class Manifest:
         layout: VocabLayout,
         *,
         step: int | None = None,
-        identity: VocabIdentity | None = None,
-        vocabulary_sha256: str | None = None,
+        vocabulary: VocabularyContract | None = None,
     ) -> Manifest:
         """This manifest for a checkpoint that was made from the one it describes, by a reshard or a migration.
 
-        A vocabulary of the same size without a new identity stays what it was. Of another one the policy, whose ids
-        meant other tokens, is not taken over.
+        Args:
+            vocabulary: What the rows mean now (`vocabulary_of`); None: what they meant. Of another one, or one that is
+                not known, the policy is not taken over: its ids meant other tokens.
         """
-        vocabulary = self.vocabulary
-        if identity is not None or vocabulary_sha256 is not None or layout.vocab_size != vocabulary.size:
-            vocabulary = vocabulary_of(layout.vocab_size, identity, vocabulary_sha256)
-        same = vocabulary.ordered_table_sha256 == self.vocabulary.ordered_table_sha256
+        same = vocabulary is None or (
+            vocabulary.ordered_table_sha256 is not None
+            and vocabulary.ordered_table_sha256 == self.vocabulary.ordered_table_sha256
+        )
         return dataclasses.replace(
             self,
             head=dataclasses.replace(self.head, output_width=layout.vocab_size),
-            vocabulary=vocabulary,
-            policy=self.policy if same and vocabulary.size == self.vocabulary.size else None,
+            vocabulary=vocabulary or self.vocabulary,
+            policy=self.policy if same else None,
             checkpoint=CheckpointContract.of(layout, _specs(tensors), step),
             runtime=describing.runtime_of(self.runtime.host),
         )
@@ -228,7 +220,7 @@ class Manifest:
         """Reads a file, or the manifest.json of a folder.
 
         Raises:
-            CheckpointLayoutError: As `from_json`; or no such file, or one of more than 32 MiB.
+            CheckpointLayoutError: As `from_json`; or no such file, or one of more than 128 MiB.
         """
         path = Path(path)
         path = path / NAME if path.is_dir() else path
@@ -238,19 +230,20 @@ class Manifest:
         """Writes the file, or manifest.json into a folder: aside, then renamed. One rank calls it.
 
         Raises:
-            CheckpointLayoutError: More than 32 MiB, which would not be read.
+            CheckpointLayoutError: As `to_text`.
         """
         path = Path(path)
         path = path / NAME if path.is_dir() else path
-        text = self.to_text().encode()
-        if len(text) > MAX_BYTES:
-            raise CheckpointLayoutError(f"{path}: the manifest would have {len(text):,} bytes, at most {MAX_BYTES:,}")
-        write_whole(path, text)
+        write_whole(path, self.to_text().encode())
         return path
 
     def to_text(self) -> str:
-        """The text of the file."""
-        return to_text(self.to_json()) + "\n"
+        """The text of the file.
+
+        Raises:
+            CheckpointLayoutError: It is larger than what `read` takes.
+        """
+        return to_text(self.to_json(), "the manifest")
 
 
 def vocabulary_of(size: int, identity: VocabIdentity | None, sha256: str | None) -> VocabularyContract:

@@ -40,7 +40,7 @@ _TIE = (
     'one by tie="require_equal".'
 )
 _KEYS = "Build the model with the saved names; python -m vocab_parallel manifest show {where} lists them."
-_DTYPE = "Load into a model of the saved dtype, then convert it with model.to(dtype)."
+_DTYPE = "Load it as this dtype by load_checkpoint(..., cast=True), or into a model of the saved one."
 _MODEL = "Build the model as it was saved; python -m vocab_parallel manifest show {where} tells how."
 _OLD = "Load it with the version that wrote it, and save it anew."
 

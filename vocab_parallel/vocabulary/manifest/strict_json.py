@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.errors import CheckpointLayoutError, VocabularyError
+from vocab_parallel.vocabulary.files import parse_json, read_bytes, shortened, too_many
 
-MAX_BYTES = 32 * 2**20  # of a file
+MAX_BYTES = 2**27  # of a file; a model with 50,000 expert tensors and their optimizer's states has 30 MB
 MAX_ENTRIES = 2**20  # of a list or a mapping
 MAX_TEXT = 2**16  # characters of one text
 MAX_DEPTH = 32  # of free values
@@ -28,22 +29,13 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         CheckpointLayoutError: No such file, or not one JSON object of a possible size; naming `what` was expected.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise CheckpointLayoutError(f"{path} has {size:,} bytes; {what} has at most {MAX_BYTES:,}")
-        with path.open("rb") as file:
-            raw = file.read(size + 1)
+        found = parse_json(read_bytes(path, MAX_BYTES), path, MAX_ENTRIES)
     except OSError as error:
         raise CheckpointLayoutError(f"cannot read {path}, expected {what}: {error.strerror or error}") from error
-    # What the parser will make is bounded by these counts, whatever they mean.
-    if len(raw) > MAX_BYTES or raw.count(b"[") + raw.count(b"{") > MAX_ENTRIES or raw.count(b",") > 4 * MAX_ENTRIES:
-        raise CheckpointLayoutError(f"{path} is not {what}: more than {MAX_ENTRIES:,} lists and mappings in it")
-    try:
-        found = json.loads(raw, object_pairs_hook=_object, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # broken JSON and broken UTF-8 among them
-        raise CheckpointLayoutError(f"{path} is not {what}: {str(error)[:200]}") from error
+    except VocabularyError as error:
+        raise CheckpointLayoutError(f"{error}; expected {what}") from error
     if not isinstance(found, dict):
-        raise CheckpointLayoutError(f"{path} is not {what}: expected a JSON object, got {_show(found)}")
+        raise CheckpointLayoutError(f"{path} is not {what}: expected a JSON object, got {shortened(found)}")
     return found
 
 
@@ -63,7 +55,7 @@ def parse(kind: Any, value: object, where: str) -> Any:
     if origin is not None and issubclass(origin, Mapping):
         wanted = typing.get_args(kind)[1]
         found = _sized(dict, value, where, "an object")
-        return {_text(key, where): parse(wanted, one, f"{where}.{key}") for key, one in found.items()}
+        return {_key(key, where): parse(wanted, one, f"{where}.{key}") for key, one in found.items()}
     if origin is tuple or (isinstance(kind, type) and issubclass(kind, tuple)):
         return _tuple(kind, value, where)
     return _scalar(kind, value, where)
@@ -79,7 +71,7 @@ def plain(value: object, where: str, depth: int = 0) -> Any:
         raise CheckpointLayoutError(f"{where}: more than {MAX_DEPTH} levels deep")
     if isinstance(value, Mapping):
         found = _sized(Mapping, value, where, "an object")
-        return {_text(key, where): plain(one, f"{where}.{key}", depth + 1) for key, one in found.items()}
+        return {_key(key, where): plain(one, f"{where}.{key}", depth + 1) for key, one in found.items()}
     if isinstance(value, (list, tuple)):
         many = _sized((list, tuple), value, where, "a list")
         return [plain(one, f"{where}[{at}]", depth + 1) for at, one in enumerate(many)]
@@ -88,7 +80,7 @@ def plain(value: object, where: str, depth: int = 0) -> Any:
     if isinstance(value, float):
         _finite(value, where)
     elif value is not None and not isinstance(value, (bool, int)):
-        raise CheckpointLayoutError(f"{where}: expected what JSON can hold, got {_show(value)}")
+        raise CheckpointLayoutError(f"{where}: expected what JSON can hold, got {shortened(value)}")
     return value
 
 
@@ -103,18 +95,29 @@ def dump(value: Any) -> Any:
     return value
 
 
-def to_text(value: Any, indent: str = "") -> str:
-    """JSON text, a line for each key and each list of scalars: a shape belongs on one line.
+def to_text(value: Any, what: str) -> str:
+    """The text of a file that `read_json` reads, a line for each key and each list of scalars: a shape is on one line.
 
     Raises:
+        CheckpointLayoutError: It would be larger than what is read.
         ValueError: NaN or infinity.
     """
+    text = _lines(value, "") + "\n"
+    if len(text) > MAX_BYTES or too_many(text.encode(), MAX_ENTRIES):
+        raise CheckpointLayoutError(
+            f"{what} would have {len(text):,} bytes and {text.count('['):,} lists, and could not be read: at most "
+            f"{MAX_BYTES:,} and {MAX_ENTRIES:,}. Are its notes, or the policy's tables, that large?"
+        )
+    return text
+
+
+def _lines(value: Any, indent: str) -> str:
     inner = indent + "  "
     if isinstance(value, dict) and value:
-        lines = [f"{inner}{json.dumps(key)}: {to_text(one, inner)}" for key, one in value.items()]
+        lines = [f"{inner}{json.dumps(key)}: {_lines(one, inner)}" for key, one in value.items()]
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
     if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-        return "[\n" + ",\n".join(inner + to_text(one, inner) for one in value) + f"\n{indent}]"
+        return "[\n" + ",\n".join(inner + _lines(one, inner) for one in value) + f"\n{indent}]"
     return json.dumps(value, allow_nan=False)
 
 
@@ -138,7 +141,8 @@ def _dataclass(kind: Any, value: object, where: str) -> Any:
     prefix = f"{where}." if where else ""
     for key in found:
         if key not in names:
-            raise CheckpointLayoutError(f"unknown key {prefix}{key[:100]}; {nearest(key, names)}")
+            known = _key(key, where)[:100]
+            raise CheckpointLayoutError(f"unknown key {prefix}{known}; {nearest(known, names)}")
     for field in fields:
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if field.name not in found and not optional:
@@ -168,7 +172,7 @@ def _one_of(kind: Any, value: object, where: str) -> Any:
             return parse(one, value, where)
         except CheckpointLayoutError:
             continue
-    raise CheckpointLayoutError(f"{where}: expected {_name(kind)}, got {_show(value)}")
+    raise CheckpointLayoutError(f"{where}: expected {_name(kind)}, got {shortened(value)}")
 
 
 def _scalar(kind: Any, value: object, where: str) -> Any:
@@ -176,9 +180,9 @@ def _scalar(kind: Any, value: object, where: str) -> Any:
         return _text(value, where)
     good = isinstance(value, bool) if kind is bool else isinstance(value, (int, kind)) and not isinstance(value, bool)
     if not good:
-        raise CheckpointLayoutError(f"{where}: expected {_name(kind)}, got {_show(value)}")
+        raise CheckpointLayoutError(f"{where}: expected {_name(kind)}, got {shortened(value)}")
     if kind is int and not -(2**63) <= value < 2**64:  # type: ignore[operator]
-        raise CheckpointLayoutError(f"{where}: expected a number of at most 64 bits, got {_show(value)}")
+        raise CheckpointLayoutError(f"{where}: expected a number of at most 64 bits, got {shortened(value)}")
     if kind is float:
         _finite(value, where)
         return float(value)  # type: ignore[arg-type]
@@ -191,35 +195,31 @@ def _finite(value: Any, where: str) -> None:
     except OverflowError:
         good = False
     if not good:
-        raise CheckpointLayoutError(f"{where}: expected a finite number, got {_show(value)}")
+        raise CheckpointLayoutError(f"{where}: expected a finite number, got {shortened(value)}")
 
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise CheckpointLayoutError(f"{where}: expected text, got {_show(value)}")
+        raise CheckpointLayoutError(f"{where}: expected text, got {shortened(value)}")
     if len(value) > MAX_TEXT:
         raise CheckpointLayoutError(f"{where}: expected at most {MAX_TEXT:,} characters, got {len(value):,}")
     return value
 
 
+def _key(value: object, where: str) -> str:
+    """A key ends up in messages and tables, so it must not move a terminal's cursor."""
+    text = _text(value, where)
+    if not text.isprintable():
+        raise CheckpointLayoutError(f"{where or 'the top'}: the key {shortened(text)} cannot be printed")
+    return text
+
+
 def _sized(kind: Any, value: Any, where: str, wanted: str) -> Any:
     if not isinstance(value, kind):
-        raise CheckpointLayoutError(f"{where or 'the top'}: expected {wanted}, got {_show(value)}")
+        raise CheckpointLayoutError(f"{where or 'the top'}: expected {wanted}, got {shortened(value)}")
     if len(value) > MAX_ENTRIES:
         raise CheckpointLayoutError(f"{where}: expected at most {MAX_ENTRIES:,} entries, got {len(value):,}")
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
-        raise ValueError(f"the key {twice[:100]!r} stands twice in one object")
-    return found
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _name(kind: Any) -> str:
@@ -233,11 +233,3 @@ def _name(kind: Any) -> str:
     if kind in names:
         return names[kind]
     return "a list" if origin is tuple or (isinstance(kind, type) and issubclass(kind, tuple)) else "an object"
-
-
-def _show(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer too long for Python to print
-        text = "a very long number"
-    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -21,7 +21,7 @@ from vocab_parallel.vocabulary.migration.normal_rows import normal_rows
 RowReader = Callable[[int, int], Tensor]  # (start, stop) -> rows [stop - start, ...] of these consecutive ids
 
 HIDDEN_ROWS = 4
-_NUMBERS = 2**16  # that are worked on at a time: 512 KiB of float64
+_READ, _NUMBERS = 2**18, 2**16  # numbers that are read, and that are worked on at a time (512 KiB of float64)
 _MIX = [word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]  # splitmix64's
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -66,12 +66,13 @@ def record_table(
     # Made whole at once: small pieces kept between large blocks would hold the freed blocks' memory.
     hashes = torch.empty(stop - start, dtype=torch.int64)
     logits = None if hidden is None else torch.empty(stop - start, len(hidden), dtype=torch.float64)
-    for at in range(start, stop, step := max(1, _NUMBERS // max(1, math.prod(row_shape)))):
+    step, few = (max(1, numbers // max(1, math.prod(row_shape))) for numbers in (_READ, _NUMBERS))
+    for at in range(start, stop, step):
         end = min(at + step, stop)
         rows, place = read(at, end).detach(), slice(at - start, end - start)
-        hashes[place] = row_hashes(rows)
+        hashes[place] = torch.cat([row_hashes(part) for part in torch.split(rows, few)])
         if logits is not None and hidden is not None:
-            scores = exact_scores(rows, hidden)
+            scores = torch.cat([exact_scores(part, hidden) for part in torch.split(rows, few)])
             logits[place] = scores if bias is None else scores + bias(at, end).detach().double()[:, None]
     dtype = str(sample.dtype).removeprefix("torch.") if sample is not None else ""
     return TableRecord(name, dtype, row_shape, hashes, logits)
@@ -214,7 +215,8 @@ def compare_records(
 
 def new_mass(logits: Tensor, vocab_map: VocabMap) -> NewMass:  # logits: float64 [V, H]
     """The probability that the new ids take under each hidden row's softmax."""
-    probabilities = torch.softmax(logits, 0)[vocab_map.new_ids.to(logits.device)].sum(0)
+    new_ids = vocab_map.new_ids.to(logits.device)
+    probabilities = torch.stack([torch.softmax(one, 0)[new_ids].sum() for one in logits.unbind(1)])
     share = len(vocab_map.new_ids) / vocab_map.new_size
     return NewMass(probabilities.mean().item(), probabilities.amax().item(), share)
 
@@ -250,15 +252,17 @@ def _new_rows_zero(after: TableRecord, vocab_map: VocabMap) -> Check:
 def _logits_kept(before: TableRecord, after: TableRecord, vocab_map: VocabMap) -> Check:
     assert before.logits is not None and after.logits is not None
     old, new = _kept(vocab_map)
-    was, now = before.logits[old], after.logits[new]
     name = f"raw logits of {before.name}"
-    same = (was == now) | (was.isnan() & now.isnan())
-    if not bool(same.all()):
-        at = int((~same).any(1).nonzero()[0, 0])
-        return Check(name, False, f"{int((~same).any(1).sum())} of {len(old)} kept ids differ, by at most "
-                     f"{(was - now).abs().nan_to_num().amax().item():.3g}; the first is old id {int(old[at])}, new id "
-                     f"{int(new[at])}")  # fmt: skip
-    return Check(name, True, f"{len(old)} kept ids give the same on {was.shape[1]} hidden rows")
+    differ, largest = torch.zeros(len(old), dtype=torch.bool), 0.0
+    for one, other in zip(before.logits.unbind(1), after.logits.unbind(1), strict=True):  # of one hidden row
+        was, now = one[old], other[new]
+        differ |= (was != now) & ~(was.isnan() & now.isnan())
+        largest = max(largest, (was - now).abs_().nan_to_num_().amax().item() if len(old) else 0.0)
+    if bool(differ.any()):
+        at = int(differ.nonzero()[0, 0])
+        return Check(name, False, f"{int(differ.sum())} of {len(old)} kept ids differ, by at most {largest:.3g}; the "
+                     f"first is old id {int(old[at])}, new id {int(new[at])}")  # fmt: skip
+    return Check(name, True, f"{len(old)} kept ids give the same on {before.logits.shape[1]} hidden rows")
 
 
 def _kept(vocab_map: VocabMap) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,13 +14,41 @@ from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration.normal_rows import normal_rows
 from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics
 
-__all__ = ["CopyOf", "MeanOfRows", "MeanOfSources", "Normal", "RowInit", "Zeros", "parse_init"]
-
 _NEXT_TO_EACH_OTHER = 8  # ids that an error names
+
+
+@dataclass(frozen=True)
+class OldRows:
+    """What new rows of one table are made from.
+
+    Attributes:
+        shape: Of one row; `()` for a bias.
+        dtype, device: Of the table.
+        fetched: The rows of (at least) what `RowInit.needs` says, by old id, each of shape `shape`.
+        statistics: Of all old rows, where `RowInit.needs_statistics`.
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+    fetched: Mapping[int, Tensor] = field(default_factory=dict)
+    statistics: ColumnStatistics | None = None
+
+    def zeros(self, count: int) -> Tensor:
+        """So many rows of zeros."""
+        return torch.zeros(count, *self.shape, dtype=self.dtype, device=self.device)
+
+    def all_rows(self) -> ColumnStatistics:
+        """The statistics; `ValueError` where there are none."""
+        if self.statistics is None:
+            raise ValueError("this initialization reads the statistics of all old rows, and got none")
+        return self.statistics
 
 
 class RowInit:
     """A declared beginning of new rows. What it reads of the old table, it reads of the real rows alone."""
+
+    spread = False  # whether the statistics that it reads must have a standard deviation
 
     def check(self, vocab_map: VocabMap) -> None:
         """Raises `VocabularyError` unless it says how every new id of the map begins."""
@@ -33,33 +61,8 @@ class RowInit:
         """Whether it reads the statistics of all old rows for some new id of the map."""
         return False
 
-    @property
-    def spread(self) -> bool:
-        """Whether the statistics must have a standard deviation."""
-        return False
-
-    def rows(
-        self,
-        new_ids: Sequence[int],
-        vocab_map: VocabMap,
-        fetched: Mapping[int, Tensor],
-        statistics: ColumnStatistics | None,
-        *,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:
-        """New rows, computed in float64 and rounded to `dtype`.
-
-        Args:
-            new_ids: Ids without an old row.
-            fetched: The rows of (at least) what `needs` says, by old id, each of shape `shape`.
-            statistics: Of all old rows, where `needs_statistics`.
-            shape: Shape of one row; `()` for a bias.
-
-        Returns:
-            `[len(new_ids), *shape]`.
-        """
+    def rows(self, new_ids: Sequence[int], vocab_map: VocabMap, old: OldRows) -> Tensor:
+        """Rows `[len(new_ids), *old.shape]` of ids without an old row: computed in float64, rounded to the dtype."""
         raise NotImplementedError
 
 
@@ -67,12 +70,8 @@ class RowInit:
 class Zeros(RowInit):
     """Rows of zeros: a logit of 0 for each new token, whatever the hidden state."""
 
-    def rows(
-        self, new_ids: Sequence[int], vocab_map: VocabMap, fetched: Mapping[int, Tensor],
-        statistics: ColumnStatistics | None, *, shape: Sequence[int], dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:  # fmt: skip
-        return torch.zeros(len(new_ids), *shape, dtype=dtype, device=device)
+    def rows(self, new_ids: Sequence[int], vocab_map: VocabMap, old: OldRows) -> Tensor:
+        return old.zeros(len(new_ids))
 
     def __str__(self) -> str:
         return "zeros"
@@ -85,13 +84,8 @@ class MeanOfRows(RowInit):
     def needs_statistics(self, vocab_map: VocabMap) -> bool:
         return len(vocab_map.new_ids) > 0
 
-    def rows(
-        self, new_ids: Sequence[int], vocab_map: VocabMap, fetched: Mapping[int, Tensor],
-        statistics: ColumnStatistics | None, *, shape: Sequence[int], dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:  # fmt: skip
-        result = torch.empty(len(new_ids), *shape, dtype=dtype, device=device)
-        return result.copy_(_given(statistics).mean())
+    def rows(self, new_ids: Sequence[int], vocab_map: VocabMap, old: OldRows) -> Tensor:
+        return old.zeros(len(new_ids)).copy_(old.all_rows().mean)
 
     def __str__(self) -> str:
         return "mean"
@@ -108,29 +102,19 @@ class MeanOfSources(RowInit):
         return tuple(vocab_map.sources.get(new_id, ()))
 
     def needs_statistics(self, vocab_map: VocabMap) -> bool:
-        return bool(self.without_sources(vocab_map))
+        return without_sources(self, vocab_map) > 0
 
-    def without_sources(self, vocab_map: VocabMap) -> list[int]:
-        """The new ids that begin as the mean of all rows."""
-        return [new_id for new_id in vocab_map.new_ids.tolist() if not vocab_map.sources.get(new_id)]
-
-    def rows(
-        self, new_ids: Sequence[int], vocab_map: VocabMap, fetched: Mapping[int, Tensor],
-        statistics: ColumnStatistics | None, *, shape: Sequence[int], dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:  # fmt: skip
-        result = torch.empty(len(new_ids), *shape, dtype=dtype, device=device)
-        mean: Tensor | None = None
-        for at, new_id in enumerate(new_ids):
+    def rows(self, new_ids: Sequence[int], vocab_map: VocabMap, old: OldRows) -> Tensor:
+        result = old.zeros(len(new_ids))
+        for row, new_id in zip(result, new_ids, strict=True):
             sources = self.needs(new_id, vocab_map)
             if not sources:
-                mean = _given(statistics).mean().to(device) if mean is None else mean
-                result[at] = mean
+                row.copy_(old.all_rows().mean)
                 continue
-            total = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
+            total = torch.zeros(tuple(old.shape), dtype=torch.float64, device=old.device)
             for source in sources:
-                total += fetched[source].to(torch.float64)
-            result[at] = total / len(sources)
+                total += old.fetched[source].to(torch.float64)
+            row.copy_(total / len(sources))
         return result
 
     def __str__(self) -> str:
@@ -145,34 +129,27 @@ class CopyOf(RowInit):
 
     def check(self, vocab_map: VocabMap) -> None:
         new = set(vocab_map.new_ids.tolist())
-        missing, extra = sorted(new - set(self.ids)), sorted(set(self.ids) - new)
-        outside = sorted(old for old in self.ids.values() if not 0 <= old < vocab_map.old_size)
-        if missing or extra or outside:
+        wrong = {
+            "no row is named for the new ids": sorted(new - set(self.ids)),
+            "rows are named for ids that are not new:": sorted(set(self.ids) - new),
+            f"old ids outside [0, {vocab_map.old_size}):": sorted(
+                old for old in self.ids.values() if not 0 <= old < vocab_map.old_size
+            ),
+        }
+        if any(wrong.values()):
             raise VocabularyError(
                 "the rows to copy do not fit the map: "
-                + "; ".join(
-                    f"{what} {_few(ids)}"
-                    for what, ids in (
-                        ("no row is named for the new ids", missing),
-                        ("rows are named for ids that are not new:", extra),
-                        (f"old ids outside [0, {vocab_map.old_size}):", outside),
-                    )
-                    if ids
-                )
+                + "; ".join(f"{what} {_few(ids)}" for what, ids in wrong.items() if ids)
                 + ". Name one old id for each new id: --init copy:NEW=OLD,... (or choose --init sources)."
             )
 
     def needs(self, new_id: int, vocab_map: VocabMap) -> tuple[int, ...]:
         return (self.ids[new_id],)
 
-    def rows(
-        self, new_ids: Sequence[int], vocab_map: VocabMap, fetched: Mapping[int, Tensor],
-        statistics: ColumnStatistics | None, *, shape: Sequence[int], dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:  # fmt: skip
-        result = torch.empty(len(new_ids), *shape, dtype=dtype, device=device)
-        for at, new_id in enumerate(new_ids):
-            result[at] = fetched[self.ids[new_id]]
+    def rows(self, new_ids: Sequence[int], vocab_map: VocabMap, old: OldRows) -> Tensor:
+        result = old.zeros(len(new_ids))
+        for row, new_id in zip(result, new_ids, strict=True):
+            row.copy_(old.fetched[self.ids[new_id]])
         return result
 
     def __str__(self) -> str:
@@ -184,6 +161,7 @@ class Normal(RowInit):
     """Normal rows with each column's own mean and standard deviation, drawn by (seed, new id, column)."""
 
     seed: int = 0
+    spread = True
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**64:
@@ -192,25 +170,24 @@ class Normal(RowInit):
     def needs_statistics(self, vocab_map: VocabMap) -> bool:
         return len(vocab_map.new_ids) > 0
 
-    @property
-    def spread(self) -> bool:
-        return True
-
-    def rows(
-        self, new_ids: Sequence[int], vocab_map: VocabMap, fetched: Mapping[int, Tensor],
-        statistics: ColumnStatistics | None, *, shape: Sequence[int], dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:  # fmt: skip
-        result = torch.empty(len(new_ids), *shape, dtype=dtype, device=device)
-        mean, std = (one.to(device).reshape(-1) for one in (_given(statistics).mean(), _given(statistics).std()))
+    def rows(self, new_ids: Sequence[int], vocab_map: VocabMap, old: OldRows) -> Tensor:
+        result = old.zeros(len(new_ids))
+        mean, std = (one.to(old.device).reshape(-1) for one in (old.all_rows().mean, old.all_rows().std))
         step = max(1, 2**17 // max(1, len(mean)))  # of the drawing's 100 bytes a number
         for at in range(0, len(new_ids), step):
-            drawn = normal_rows(new_ids[at : at + step], len(mean), self.seed, device)
-            result[at : at + step] = (mean + std * drawn).view(-1, *shape)
+            drawn = normal_rows(new_ids[at : at + step], len(mean), self.seed, old.device)
+            result[at : at + step] = (mean + std * drawn).view(-1, *old.shape)
         return result
 
     def __str__(self) -> str:
         return f"normal:{self.seed}"
+
+
+def without_sources(init: RowInit, vocab_map: VocabMap) -> int:
+    """How many new ids begin as the mean of all rows because the map names no sub-tokens of them."""
+    if not isinstance(init, MeanOfSources):
+        return 0
+    return sum(not vocab_map.sources.get(new_id) for new_id in vocab_map.new_ids.tolist())
 
 
 def parse_init(text: str) -> RowInit:
@@ -235,12 +212,6 @@ def parse_init(text: str) -> RowInit:
         f"--init {text[:80]!r} is none of: zeros, mean (of all rows), sources (mean of the source sub-tokens), "
         "copy:NEW=OLD,..., normal or normal:SEED"
     )
-
-
-def _given(statistics: ColumnStatistics | None) -> ColumnStatistics:
-    if statistics is None:
-        raise ValueError("this initialization reads the statistics of all old rows, and got none")
-    return statistics
 
 
 def _few(ids: Sequence[int]) -> str:

@@ -17,7 +17,6 @@ from vocab_parallel.shard import VocabShard
 from vocab_parallel.tying import verify_tied, vocab_parameters
 from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration.conformance import (
-    HIDDEN_ROWS,
     Check,
     ConformanceReport,
     RowReader,
@@ -26,7 +25,8 @@ from vocab_parallel.vocabulary.migration.conformance import (
     fixed_hidden,
     record_table,
 )
-from vocab_parallel.vocabulary.migration.model_parts import vocabulary_shard
+from vocab_parallel.vocabulary.migration.model_parts import several, vocabulary_shard
+from vocab_parallel.vocabulary.migration.moving import as_row_bytes
 from vocab_parallel.vocabulary.ownership import verify_ownership
 from vocab_parallel.vocabulary.row_states import is_master_weight, is_row_state
 
@@ -65,7 +65,7 @@ def record_model(
     Raises:
         TyingError, LayoutError, UngatheredWeightError: On every rank.
     """
-    return _recorded(model, _several(optimizer), _tied)
+    return _recorded(model, several(optimizer), lambda: tuple(verify_tied(model, required=False)))
 
 
 @torch.no_grad()
@@ -87,36 +87,31 @@ def conformance_report(
     Collectives:
         Those of `record_model`, and one all-gather of 48 bytes.
     """
-    optimizers = _several(optimizer)
-    after = _recorded(model, optimizers, lambda _: ())
+    optimizers = several(optimizer)
+    after = _recorded(model, optimizers, tuple)
     _, shard = vocabulary_shard(model)
-    faults = {
-        "tied weights": capture(_same_ties, before, model, optimizers),
-        "optimizer ownership": capture(_one_owner, model, optimizers),
-        "storage": capture(_storage, model, shard),
+    claims = {
+        "tied weights": (_same_ties, f"{len(before.tied)} tied as before, each one Parameter"),
+        "optimizer ownership": (_one_owner, f"{len(optimizers)} optimizers hold each Parameter once, with its states"),
+        "storage": (_storage, f"{shard.shard_size} rows on each rank, padding zero"),
     }
-    words = [int(fault is None) for fault in faults.values()]
+    faults = [capture(check, before, model, optimizers, shard) for check, _ in claims.values()]
+    words = [int(fault is None) for fault in faults]
     mine = torch.tensor([*words, shard.start, shard.stop, shard.vocab_size])
     every = all_gather(shard, mine.to(next(model.parameters()).device)).wait().tolist()
-    passed = {
-        "tied weights": f"{len(before.tied)} tied as before, each one Parameter",
-        "optimizer ownership": f"{len(optimizers)} optimizers hold each Parameter once, with states of its rows",
-        "storage": f"{shard.shard_size} rows on each rank, padding zero",
-    }
     checks = []
-    for at, (name, fault) in enumerate(faults.items()):
+    for at, (name, (_, passed)) in enumerate(claims.items()):
         wrong = [rank for rank, row in enumerate(every) if not row[at]]
-        detail = f"{_said(shard, fault, wrong)}" if wrong else passed[name]
-        checks.append(Check(name, not wrong, detail))
+        checks.append(Check(name, not wrong, _said(shard, faults[at], wrong) if wrong else passed))
     checks.append(_ranges([(row[-3], row[-2]) for row in every], vocab_map.new_size))
     return compare_records(before.tables, after.tables, vocab_map, zero=after.zero, more=checks)
 
 
 @torch.no_grad()
-def _recorded(model: nn.Module, optimizers: list[Any], ties: Callable[[nn.Module], Ties]) -> ModelRecord:
+def _recorded(model: nn.Module, optimizers: list[Any], ties: Callable[[], Ties]) -> ModelRecord:
     _, shard = vocabulary_shard(model)
     found: list[tuple[dict[str, Tensor], Ties]] = []
-    fault = capture(lambda: found.append((_tensors(model, optimizers, shard), ties(model))))
+    fault = capture(lambda: found.append((_tensors(model, optimizers, shard), ties())))
     names = list(found[0][0]) if found else []
     Exchange(shard, "header", f"record_model({names})", fault=fault, rows=0).wait()  # rows: the host waits for it
     shard.habit.end()
@@ -149,7 +144,7 @@ def _record(name: str, local: Tensor, shard: VocabShard, heads: dict[str, Tensor
     def reader(rows: Tensor) -> RowReader:
         return lambda start, stop: rows[start - shard.start : stop - shard.start]
 
-    hidden = fixed_hidden(local.shape[1], HIDDEN_ROWS) if name in heads else None
+    hidden = fixed_hidden(local.shape[1]) if name in heads else None
     bias = heads.get(name)
     mine = record_table(
         name, reader(local), shard.start, shard.stop, hidden=hidden, bias=None if bias is None else reader(bias)
@@ -184,24 +179,13 @@ def _tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer], shard: V
     return tensors
 
 
-def _several(optimizer: Any) -> list[Any]:
-    return [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-
-
-def _tied(model: nn.Module) -> Ties:
-    return tuple(verify_tied(model, required=False))
-
-
-def _same_ties(before: ModelRecord, model: nn.Module, optimizers: list[Any]) -> None:
-    now = _tied(model)
+def _same_ties(before: ModelRecord, model: nn.Module, optimizers: list[Any], _shard: VocabShard) -> None:
+    now = tuple(verify_tied(model, optimizers[0] if len(optimizers) == 1 else None, required=False))
     if before.tied != now:
         raise ValueError(f"before: {before.tied}, now: {now}")
-    for optimizer in optimizers:
-        if len(optimizers) == 1:
-            verify_tied(model, optimizer, required=False)
 
 
-def _one_owner(model: nn.Module, optimizers: list[Any]) -> None:
+def _one_owner(_before: ModelRecord, model: nn.Module, optimizers: list[Any], _shard: VocabShard) -> None:
     for optimizer in optimizers:
         verify_ownership(model, optimizer)
     for name, (parameter, _) in vocab_parameters(model).items():
@@ -210,9 +194,9 @@ def _one_owner(model: nn.Module, optimizers: list[Any]) -> None:
             raise ValueError(f"the optimizers hold {name} {held} times, expected once")
 
 
-def _storage(model: nn.Module, shard: VocabShard) -> None:
+def _storage(_before: ModelRecord, model: nn.Module, _optimizers: list[Any], shard: VocabShard) -> None:
     for name, (parameter, its) in vocab_parameters(model).items():
         if len(parameter) != shard.shard_size or its.layout != shard.layout:
             raise ValueError(f"{name} has {len(parameter)} rows over {its.layout}, expected {shard.layout}")
-        if bool(parameter.detach()[shard.num_valid :].any()):
+        if bool(as_row_bytes(parameter.detach()[shard.num_valid :].contiguous()).any()):
             raise ValueError(f"{name} has padding that is not zero")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,10 @@ from vocab_parallel.head import VocabParallelLMHead
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.shard import VocabShard
 from vocab_parallel.vocabulary.mapping import VocabMap
-from vocab_parallel.vocabulary.row_states import is_known_other, is_master_weight, is_row_state
+from vocab_parallel.vocabulary.migration.moving import moves
+from vocab_parallel.vocabulary.migration.settings import SIZES, holds_ids, moved_ids
+from vocab_parallel.vocabulary.ownership import verify_ownership
+from vocab_parallel.vocabulary.row_states import is_master_weight
 
 _BY_CHECKPOINT = (
     "Save a checkpoint, migrate that (python -m vocab_parallel migrate CHECKPOINT TARGET --map FILE), and start again "
@@ -23,7 +26,7 @@ _BY_CHECKPOINT = (
 )
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 _NOT_BY_PARAMETER = ("ZeroRedundancyOptimizer", "LBFGS")  # keep state that is not their Parameters' own
-_SIZES = ("num_embeddings", "out_features", "vocab_size")  # attributes that may repeat the vocabulary's size
+_OWN_SIZES = ("num_embeddings", "out_features", *SIZES)  # of a module over the vocabulary
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Parts:
         parameters: Each vocabulary Parameter once, by its first name.
         row_states: (parameter name, state name) of what moves with it.
         other_states: "parameter.state" of what stays as it is.
+        alike: Names of other parameters and buffers with as many rows or columns: they stay as they are.
         settings: (object, attribute, value) to be set, such as the vocabulary's size in a configuration.
     """
 
@@ -42,6 +46,7 @@ class Parts:
     optimizers: list[torch.optim.Optimizer]
     row_states: list[tuple[str, str]] = field(default_factory=list)
     other_states: list[str] = field(default_factory=list)
+    alike: list[str] = field(default_factory=list)
     settings: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def states(self) -> dict[tuple[str, str], Tensor]:
@@ -52,6 +57,10 @@ class Parts:
         """The state of one Parameter in the optimizer that has it."""
         parameter = self.parameters[name]
         return next((o.state[parameter] for o in self.optimizers if parameter in o.state), {})
+
+    def set_to(self) -> list[str]:
+        """The settings in words."""
+        return [f"{type(holder).__name__}.{key} = {value}" for holder, key, value in self.settings]
 
     @property
     def masters(self) -> list[tuple[str, str]]:
@@ -79,6 +88,11 @@ def vocabulary_shard(model: nn.Module) -> tuple[list[nn.Module], VocabShard]:
     return list(modules), shards[0]
 
 
+def several(optimizer: Any) -> list[Any]:
+    """The optimizers that a caller gave: none, one, or a sequence of them."""
+    return [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+
+
 def find_parts(
     model: nn.Module, optimizers: list[Any], vocab_map: VocabMap, layout: VocabLayout, shard: VocabShard
 ) -> Parts:
@@ -92,6 +106,11 @@ def find_parts(
             f"asked for is {layout}. The map's sizes and the number of ranks must be theirs."
         )
     owners = {id(p) for module in modules for p in module.parameters(recurse=False)}
+    if any(module._parameters.get("weight") is None for module in modules):
+        raise VocabularyError(
+            "a module over the vocabulary has no Parameter called weight: it is computed from others (a "
+            "parametrization, a quantised table), which a migration cannot move. Remove that, and add it after."
+        )
     parameters = {name: p for name, p in model.named_parameters() if id(p) in owners}
     for module in model.modules():
         _refuse_module(module)
@@ -100,8 +119,15 @@ def find_parts(
     parts = Parts(modules, parameters, [_plain(optimizer) for optimizer in optimizers])
     if optimizers:
         _find_states(parts)
+    sizes = {shard.vocab_size, shard.layout.padded_size, shard.shard_size}
+    others = ((name, t) for named in (model.named_parameters, model.named_buffers) for name, t in named())
+    parts.alike = [name for name, t in others if id(t) not in owners and sizes & set(t.shape)]
     every = [one for module in model.modules() for one in _settings(module, vocab_map, module in modules)]
     parts.settings = list({(id(holder), key): (holder, key, value) for holder, key, value in every}.values())
+    for setting in parts.settings:
+        _require_settable(*setting)
+    for optimizer in parts.optimizers:
+        verify_ownership(model, optimizer)
     return parts
 
 
@@ -115,20 +141,18 @@ def _find_states(parts: Parts) -> None:
                 "after tie_weights."
             )
         for key, value in parts.state_of(name).items():
-            if not isinstance(value, Tensor):
-                parts.other_states.append(f"{name}.{key}")
-            elif is_row_state(str(key), value.shape, parameter.shape):
-                if hasattr(value, "to_local"):
-                    raise UngatheredWeightError(f"the optimizer's {key} of {name} is a DTensor. " + _BY_CHECKPOINT)
-                parts.row_states.append((name, key))
-            elif is_known_other(str(key), value.shape):
-                parts.other_states.append(f"{name}.{key}")
-            else:
+            what = f"the optimizer's {key} of {name}"
+            if not isinstance(value, Tensor | bool | int | float | str | None):
                 raise VocabularyError(
-                    f"the optimizer's {key} of {name} has shape {list(value.shape)}, the Parameter "
-                    f"{list(parameter.shape)}: it has no row for each token, so where it belongs is unknown. Only "
-                    "states by row, column factors (col_var, exp_avg_sq_col) and single numbers can be migrated."
+                    f"{what} is a {type(value).__name__}: whether rows are in it is unknown. Only tensors and single "
+                    "values can be migrated."
                 )
+            if not isinstance(value, Tensor) or not moves(what, str(key), value.shape, parameter.shape):
+                parts.other_states.append(f"{name}.{key}")
+                continue
+            if hasattr(value, "to_local"):
+                raise UngatheredWeightError(f"the optimizer's {key} of {name} is a DTensor. " + _BY_CHECKPOINT)
+            parts.row_states.append((name, key))
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
@@ -173,8 +197,8 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, shard: VocabShard) -> 
 
 def _settings(module: nn.Module, vocab_map: VocabMap, over_vocabulary: bool) -> Iterator[tuple[Any, str, Any]]:
     """Sizes and ids that a module or its configuration repeats."""
-    for key in _SIZES:
-        if (over_vocabulary or key == "vocab_size") and module.__dict__.get(key) == vocab_map.old_size:
+    for key in _OWN_SIZES if over_vocabulary else SIZES:
+        if module.__dict__.get(key) == vocab_map.old_size:
             yield module, key, vocab_map.new_size
     if over_vocabulary and (padding := module.__dict__.get("padding_idx")) is not None:
         yield module, "padding_idx", _moved("padding_idx", padding, vocab_map)
@@ -183,22 +207,29 @@ def _settings(module: nn.Module, vocab_map: VocabMap, over_vocabulary: bool) -> 
         parameters = getattr(type(config), "__dataclass_params__", None)
         if config is None or (parameters is not None and parameters.frozen):
             continue
-        size = getattr(config, "vocab_size", None)
-        if size == vocab_map.old_size:
-            yield config, "vocab_size", vocab_map.new_size
-        if size == vocab_map.old_size or kind == "generation_config":
+        sizes = [key for key in SIZES if getattr(config, key, None) == vocab_map.old_size]
+        yield from ((config, key, vocab_map.new_size) for key in sizes)
+        if sizes or kind == "generation_config":
             for key, value in list(vars(config).items()):
-                if key.endswith("_token_id") and value is not None:
+                if holds_ids(key) and value is not None:
                     yield config, key, _moved(key, value, vocab_map)
 
 
-def _moved(name: str, value: Any, vocab_map: VocabMap) -> Any:
-    """An id, or a list of ids, of the new vocabulary."""
-    if isinstance(value, list | tuple):
-        return [_moved(name, one, vocab_map) for one in value]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_map.old_size:
-        return value
-    new_id = int(vocab_map.old_to_new[value])
-    if new_id < 0:
-        raise VocabularyError(f"{name} is {value}, an id that the map drops: set it to an id that stays, or to None")
-    return new_id
+def _moved(key: str, value: Any, vocab_map: VocabMap) -> Any:
+    def refuse(lost: int) -> int:
+        raise VocabularyError(f"{key} is {lost}, an id that the map drops: set it to an id that stays, or to None")
+
+    return moved_ids(value, vocab_map, refuse)
+
+
+def _require_settable(holder: Any, key: str, value: Any) -> None:
+    """Raises for an attribute that cannot be set to its new value; nothing is changed."""
+    before = getattr(holder, key)
+    try:
+        setattr(holder, key, value)
+        setattr(holder, key, before)
+    except Exception as error:
+        raise VocabularyError(
+            f"{type(holder).__name__}.{key} is {before!r} and cannot be set to {value!r} ({error}): make it settable, "
+            "or take the configuration off the model and put a corrected one in its place after."
+        ) from error

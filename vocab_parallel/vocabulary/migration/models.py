@@ -14,12 +14,10 @@ from vocab_parallel.agreement import Exchange, capture
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.shard import VocabShard
 from vocab_parallel.vocabulary.mapping import VocabMap
-from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit
-from vocab_parallel.vocabulary.migration.model_parts import Parts, find_parts, vocabulary_shard
+from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit, without_sources
+from vocab_parallel.vocabulary.migration.model_parts import Parts, find_parts, several, vocabulary_shard
 from vocab_parallel.vocabulary.migration.moving import map_sha256, migrate
-from vocab_parallel.vocabulary.ownership import Mark, mark_groups, mark_of, mark_replaced, set_mark, verify_ownership
-
-__all__ = ["MigrationReport", "migrate", "migrate_model_"]
+from vocab_parallel.vocabulary.ownership import Mark, mark_groups, mark_of, mark_replaced, set_mark
 
 
 def migrate_model_(
@@ -63,21 +61,14 @@ def migrate_model_(
             NonFiniteError: On every rank, with nothing changed.
     """
     init = init or MeanOfSources()
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = several(optimizer)
     modules, src = vocabulary_shard(model)
     layout = layout or VocabLayout(vocab_map.new_size, src.tp_size, multiple_of=src.layout.multiple_of)
     found: list[Parts] = []
-
-    def look() -> None:
-        parts = find_parts(model, optimizers, vocab_map, layout, src)
-        for one in parts.optimizers:
-            verify_ownership(model, one)
-        found.append(parts)
-
-    fault = capture(look)
+    fault = capture(lambda: found.append(find_parts(model, optimizers, vocab_map, layout, src)))
     words = f"migrate_model_({type(model).__name__}, to {layout}"
     if fault is None:
-        words += f", {list(found[0].parameters)}, states {found[0].row_states}, {_settings_words(found[0])})"
+        words += f", {list(found[0].parameters)}, states {found[0].row_states}, {found[0].set_to()})"
     Exchange(src, "header", words, fault=fault, rows=0).wait()  # rows: the host waits for it
     parts = found[0]
     dst = VocabShard(layout, src.group, deferred_errors=src.deferred_errors)
@@ -97,6 +88,7 @@ class MigrationReport:
         parameters: Names of what has new rows.
         states: Those of the optimizers that moved, as "parameter.state".
         kept_states: Those that stayed as they were.
+        alike: Names of other tensors of the model with as many rows or columns as the old vocabulary: as they were.
         without_sources: How many new rows began as the mean of all rows, because the map names no sources for them.
         settings: Attributes of modules and configurations that were corrected.
         sha256: What the optimizers' groups are marked with.
@@ -113,6 +105,7 @@ class MigrationReport:
     parameters: tuple[str, ...]
     states: tuple[str, ...]
     kept_states: tuple[str, ...]
+    alike: tuple[str, ...]
     settings: tuple[str, ...]
     sha256: str
 
@@ -133,6 +126,8 @@ class MigrationReport:
             lines.append(f"{self.without_sources} new rows have no sources and began as the mean of all rows")
         if self.kept_states:
             lines.append(f"as they were: {', '.join(self.kept_states)}")
+        if self.alike:
+            lines.append(f"of the vocabulary's size, but no part of it, so as they were: {', '.join(self.alike)}")
         if self.settings:
             lines.append(f"corrected: {', '.join(self.settings)}")
         return lines
@@ -211,7 +206,6 @@ def _replace_shard(module: nn.Module, src: VocabShard, dst: VocabShard) -> None:
 def _report(
     parts: Parts, vocab_map: VocabMap, old: VocabLayout, dst: VocabShard, init: RowInit, sha256: str
 ) -> MigrationReport:
-    without = len(init.without_sources(vocab_map)) if isinstance(init, MeanOfSources) else 0
     return MigrationReport(
         shard=dst,
         old_layout=old,
@@ -220,17 +214,14 @@ def _report(
         new=len(vocab_map.new_ids),
         dropped=len(vocab_map.dropped_ids),
         init=str(init),
-        without_sources=without,
+        without_sources=without_sources(init, vocab_map),
         parameters=tuple(parts.parameters),
         states=tuple(f"{name}.{key}" for name, key in parts.row_states),
         kept_states=tuple(parts.other_states),
-        settings=tuple(f"{type(holder).__name__}.{key} = {value}" for holder, key, value in parts.settings),
+        alike=tuple(parts.alike),
+        settings=tuple(parts.set_to()),
         sha256=sha256,
     )
-
-
-def _settings_words(parts: Parts) -> str:
-    return ", ".join(f"{key} = {value}" for _, key, value in parts.settings)
 
 
 def _chained(before: Mark | None, vocab_map: VocabMap) -> str:

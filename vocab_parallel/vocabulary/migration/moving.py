@@ -15,8 +15,9 @@ from vocab_parallel.collectives import all_gather, all_reduce_, all_to_all_rows
 from vocab_parallel.errors import LayoutMismatchError, UngatheredWeightError, VocabularyError
 from vocab_parallel.shard import VocabShard
 from vocab_parallel.vocabulary.mapping import VocabMap
-from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit, Zeros
-from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics, Magnitudes, not_finite
+from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, OldRows, RowInit, Zeros
+from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics, Magnitudes, require_finite
+from vocab_parallel.vocabulary.row_states import is_known_other, is_row_state
 
 BLOCK_BYTES = 4 * 2**20  # of what a rank sends, and of what it receives, at a time
 
@@ -63,9 +64,7 @@ def migrate(
     """
     init = init or MeanOfSources()
     magnitudes: dict[str, Magnitudes] = {}
-    fault = capture(_check, state, vocab_map, src, dst, init, zero)
-    if fault is None:
-        fault = capture(_look_at_rows, state, vocab_map, src, init, zero, magnitudes)
+    fault = capture(_check, state, vocab_map, src, dst, init, zero, magnitudes)
     call = f"migrate of {vocab_map.old_size} to {vocab_map.new_size} ids"
     if fault is None:
         tensors = ", ".join(f"{name} {list(t.shape[1:])} {t.dtype}" for name, t in state.items())
@@ -77,10 +76,12 @@ def migrate(
     src.habit.end()
     moved: dict[str, Tensor] = {}
     for name, local in state.items():
-        how, statistics = (Zeros(), None) if name in zero else (init, None)
-        if name in magnitudes:
-            statistics = _statistics(local, magnitudes[name], src, init.spread)
-        moved[name] = _Move(local.detach(), vocab_map, src, dst).run(how, statistics)
+        statistics = _statistics(local, magnitudes[name], src, init.spread) if name in magnitudes else None
+        moving = _Move(local.detach(), vocab_map, src, dst)
+        moving.old_rows()
+        if name not in zero:
+            moving.new_rows(init, statistics)
+        moved[name] = moving.moved
     return moved
 
 
@@ -92,41 +93,39 @@ class _Move:
         self.numbers = math.prod(local.shape[1:])
         row_bytes = self.numbers * local.element_size()
         self.step = max(1, BLOCK_BYTES // max(1, src.size * row_bytes))
+        self.ranges = [dst.layout.range(rank) for rank in range(dst.size)]
         self.moved = local.new_zeros(dst.shard_size, *local.shape[1:])
 
-    def run(self, init: RowInit, statistics: ColumnStatistics | None) -> Tensor:
-        """All rows: those that were there, then the new ones."""
-        ranges = [self.dst.layout.range(rank) for rank in range(self.dst.size)]
-        old_ids = [self.map.new_to_old[ids.start : ids.stop] for ids in ranges]
+    def old_rows(self) -> None:
+        """Fetches those that were there, block by block."""
+        if not self.numbers:
+            return
+        old_ids = [self.map.new_to_old[ids.start : ids.stop] for ids in self.ranges]
         place = as_row_bytes(self.moved)
-        if self.numbers:
-            for at in range(0, max(map(len, old_ids)), self.step):
-                wanted = [ids[at : at + self.step] for ids in old_ids]
-                kept = [(ids >= 0).nonzero()[:, 0] for ids in wanted]
-                rows = self._fetch([ids[which] for ids, which in zip(wanted, kept, strict=True)])
-                place[(kept[self.dst.rank] + at).to(place.device)] = rows
-            self._new_rows(init, statistics, ranges)
-        return self.moved
+        for at in range(0, max(map(len, old_ids)), self.step):
+            wanted = [ids[at : at + self.step] for ids in old_ids]
+            kept = [(ids >= 0).nonzero()[:, 0] for ids in wanted]
+            rows = self._fetch([ids[which] for ids, which in zip(wanted, kept, strict=True)])
+            place[(kept[self.dst.rank] + at).to(place.device)] = rows
 
-    def _new_rows(self, init: RowInit, statistics: ColumnStatistics | None, ranges: list[range]) -> None:
-        new_ids = self.map.new_ids.tolist()
-        mine = [[new_id for new_id in new_ids if new_id in ids] for ids in ranges]
-        batches = [list(self._batches(ids, init)) for ids in mine]
+    def new_rows(self, init: RowInit, statistics: ColumnStatistics | None) -> None:
+        """Makes the others from what `init` reads, which each rank fetches for its own."""
+        if not self.numbers or isinstance(init, Zeros):
+            return
+        new_ids = self.map.new_ids
+        starts = torch.tensor([ids.start for ids in self.ranges[1:]], dtype=torch.int64)
+        mine = torch.tensor_split(new_ids, torch.searchsorted(new_ids, starts))
+        batches = [list(self._batches(ids.tolist(), init)) for ids in mine]
+        shape, dtype, device = self.local.shape[1:], self.local.dtype, self.local.device
         for at in range(max(map(len, batches))):
             batch = [of_rank[at] if at < len(of_rank) else ([], []) for of_rank in batches]
-            needed = [needs for _, needs in batch]
             ids, needs = batch[self.dst.rank]
-            rows = self._fetch([torch.tensor(one, dtype=torch.int64) for one in needed])
-            if not ids:
-                continue
-            shape = self.local.shape[1:]
-            typed = rows.view(self.local.dtype).view(len(needs), *shape) if needs else self.local[:0]
-            made = init.rows(
-                ids, self.map, dict(zip(needs, typed, strict=True)), statistics, shape=shape, dtype=self.local.dtype,
-                device=self.local.device,
-            )  # fmt: skip
-            places = torch.tensor(ids, device=self.local.device) - self.dst.start
-            as_row_bytes(self.moved)[places] = as_row_bytes(made)
+            rows = self._fetch([torch.tensor(needed, dtype=torch.int64) for _, needed in batch])
+            if ids:
+                typed = rows.view(dtype).view(len(needs), *shape) if needs else self.local[:0]
+                old = OldRows(shape, dtype, device, dict(zip(needs, typed, strict=True)), statistics)
+                places = torch.tensor(ids, device=device) - self.dst.start
+                as_row_bytes(self.moved)[places] = as_row_bytes(init.rows(ids, self.map, old))
 
     def _batches(self, new_ids: Sequence[int], init: RowInit) -> Iterator[tuple[list[int], list[int]]]:
         """New ids and the old ids that they need, about a block's worth at a time."""
@@ -170,6 +169,23 @@ def as_row_bytes(rows: Tensor) -> Tensor:
     return rows.view(-1).view(torch.uint8).view(len(rows), math.prod(rows.shape[1:]) * rows.element_size())
 
 
+def moves(what: str, name: str, shape: Sequence[int], table_shape: Sequence[int]) -> bool:
+    """Whether a state of this name moves with its table's rows; False for what stays. `what` is it, for the error.
+
+    Raises:
+        VocabularyError: It is none of the kinds that are known, so which rows are in it is not known either.
+    """
+    if is_row_state(name, shape, table_shape):
+        return True
+    if not is_known_other(name, shape):
+        raise VocabularyError(
+            f"{what} has shape {list(shape)}, its table {list(table_shape)}: it has no row for each token, so where it "
+            "belongs is unknown. Only states by row, column factors (col_var, exp_avg_sq_col) and single numbers can "
+            "be migrated."
+        )
+    return False
+
+
 def map_sha256(vocab_map: VocabMap) -> str:
     """A hash of what a map does: both sizes, where each row comes from, sources."""
     digest = hashlib.sha256(f"{vocab_map.old_size} {vocab_map.new_size} ".encode())
@@ -180,9 +196,9 @@ def map_sha256(vocab_map: VocabMap) -> str:
 
 def _check(
     state: Mapping[str, Tensor], vocab_map: VocabMap, src: VocabShard, dst: VocabShard, init: RowInit,
-    zero: Collection[str],
+    zero: Collection[str], magnitudes: dict[str, Magnitudes],
 ) -> None:  # fmt: skip
-    """Raises for what can be known without looking at rows."""
+    """Raises for what this rank can see; fills `magnitudes` for tables whose statistics `init` reads."""
     if src.size != dst.size or src.rank != dst.rank or (src.size > 1 and src.group != dst.group):
         raise LayoutMismatchError(
             f"rows move within one group of ranks: src is {src}, dst is {dst}. Build both with the same process group."
@@ -199,6 +215,7 @@ def _check(
     init.check(vocab_map)
     for name, local in state.items():
         _check_tensor(name, local, src, needs_float=name not in zero and len(vocab_map.new_ids) > 0)
+    _look_at_rows({name: local for name, local in state.items() if name not in zero}, vocab_map, src, init, magnitudes)
 
 
 def _check_tensor(name: str, local: Tensor, src: VocabShard, *, needs_float: bool) -> None:
@@ -224,7 +241,7 @@ def _check_tensor(name: str, local: Tensor, src: VocabShard, *, needs_float: boo
 
 
 def _look_at_rows(
-    state: Mapping[str, Tensor], vocab_map: VocabMap, src: VocabShard, init: RowInit, zero: Collection[str],
+    state: Mapping[str, Tensor], vocab_map: VocabMap, src: VocabShard, init: RowInit,
     magnitudes: dict[str, Magnitudes],
 ) -> None:  # fmt: skip
     """Raises for a row that is not finite and that new rows would be made from. Is the statistics' first pass too."""
@@ -232,15 +249,10 @@ def _look_at_rows(
     mine = torch.tensor(sorted(old_id for old_id in needed if src.start <= old_id < src.stop), dtype=torch.int64)
     reads_all = init.needs_statistics(vocab_map)
     for name, local in state.items():
-        if name in zero:
-            continue
-        step = max(1, BLOCK_BYTES // max(1, local[:1].numel() * local.element_size()))
+        step = max(1, BLOCK_BYTES // max(1, local[:1].numel() * 8))  # looked at in float64
         for at in range(0, len(mine), step):
             ids = mine[at : at + step]
-            found = local.index_select(0, (ids - src.start).to(local.device))
-            bad = ~found.double().isfinite().reshape(len(ids), -1).all(1)
-            if bool(bad.any()):
-                raise not_finite(name, int(ids[int(bad.nonzero()[0, 0])]))
+            require_finite(name, ids, local.index_select(0, (ids - src.start).to(local.device)))
         if reads_all:
             magnitudes[name] = Magnitudes(name, local.shape[1:], local.device)
             magnitudes[name].see(src.start, local[: src.num_valid])

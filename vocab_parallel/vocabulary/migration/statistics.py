@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,9 +63,7 @@ class Magnitudes:
             NonFiniteError: One of them has NaN or an infinity.
         """
         for at, chunk in _chunks(rows):
-            bad = ~chunk.isfinite().all(1)
-            if bool(bad.any()):
-                raise not_finite(self.name, first + at + int(bad.nonzero()[0, 0]))
+            require_finite(self.name, range(first + at, first + at + len(chunk)), chunk)
             torch.maximum(self.largest, chunk.abs().amax(0), out=self.largest)
 
 
@@ -107,15 +106,17 @@ class ColumnStatistics:
                 total += part.sum(0)
 
     def merge(self, sums: Tensor, count: int) -> None:
-        """Replaces the sums by those of all parts together: `count` rows."""
+        """Replaces the sums by those of all parts together, `count` rows; before `mean` and `std` are asked for."""
         self.sums, self.count = sums, count
 
+    @cached_property
     def mean(self) -> Tensor:
         """float64 `[...]`, one row: the mean of all rows, rounded once."""
         high, low, *_ = self.sums.tolist()
         each = zip(high, low, self._shifts, strict=True)
         return self._row([math.ldexp(((h << _BITS) + lo) / (self.count << _BITS), -shift) for h, lo, shift in each])
 
+    @cached_property
     def std(self) -> Tensor:
         """float64 `[...]`, one row: the standard deviation of all rows, that of a population; exact to 2**-36."""
         if not self._spread:
@@ -131,13 +132,15 @@ class ColumnStatistics:
         return torch.tensor(values, dtype=torch.float64, device=self.sums.device).view(self.row_shape)
 
 
-def not_finite(name: str, token_id: int) -> NonFiniteError:
-    """The error of a row that no new row can be made from."""
-    return NonFiniteError(
-        f"row {token_id} of {name} holds NaN or an infinity: new rows cannot be made from it. Likely training has "
-        "diverged: go back to an earlier checkpoint, or choose an initialization that does not read it (zeros, or a "
-        "copy of another row)."
-    )
+def require_finite(name: str, ids: Sequence[int] | Tensor, rows: Tensor) -> None:  # rows: [n, ...] of n token ids
+    """Raises `NonFiniteError` for a row that no new row can be made from."""
+    bad = ~rows.to(torch.float64).isfinite().reshape(len(rows), -1).all(1)
+    if bool(bad.any()):
+        raise NonFiniteError(
+            f"row {int(ids[int(bad.nonzero()[0, 0])])} of {name} holds NaN or an infinity: new rows cannot be made "
+            "from it. Likely training has diverged: go back to an earlier checkpoint, or choose an initialization that "
+            "does not read it (zeros, or a copy of another row)."
+        )
 
 
 def _chunks(rows: Tensor) -> Iterable[tuple[int, Tensor]]:

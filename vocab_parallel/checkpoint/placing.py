@@ -1,0 +1,81 @@
+"""How a checkpoint gets its name: written aside, put in place as a whole, what was there before kept until then."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from vocab_parallel.errors import CheckpointLayoutError
+
+STATE = "state.json"  # written last: a folder without it is not a checkpoint
+METADATA = ".metadata"
+
+
+def require_replaceable(final: Path) -> None:
+    """Raises if something stands at `final` that is neither a checkpoint nor an empty folder: it would be lost."""
+    if final.exists() and not (final / METADATA).exists() and not (final.is_dir() and not any(final.iterdir())):
+        raise CheckpointLayoutError(
+            f"{final} exists and is no checkpoint, expected a new name or one to replace: give another name, or move "
+            f"it: mv {final} {final}.other"
+        )
+
+
+def aside_of(final: Path) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return final.parent / f".{final.name}.partial"
+
+
+def open_aside(final: Path) -> Path:
+    """An empty folder beside `final` to write into."""
+    aside = aside_of(final)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def put_in_place(aside: Path, final: Path, *, state: str = STATE) -> None:
+    """Syncs all of `aside` and gives it its name.
+
+    A checkpoint of that name (a step saved twice) goes only after. A crash between the two renames leaves it as
+    `.<name>.old`, which `latest_checkpoint` finds.
+    """
+    for path in (*aside.rglob("*"), aside):
+        sync(path)
+    old = old_of(final)
+    if not final.exists() and is_whole(old, state):  # such a crash
+        os.replace(old, final)
+    discard(old)
+    if final.exists():
+        os.replace(final, old)
+    os.replace(aside, final)
+    sync(final.parent)
+    discard(old)
+
+
+def old_of(final: Path) -> Path:
+    """Where a checkpoint is while another one takes its name."""
+    return final.parent / f".{final.name}.old"
+
+
+def is_whole(path: Path, state: str = STATE) -> bool:
+    """Whether a folder is a checkpoint that was written to its end; `state` is the file that is written last."""
+    return (path / state).is_file() and (state != STATE or (path / METADATA).is_file())
+
+
+def discard(folder: Path) -> None:
+    """Removes a checkpoint; renamed first, so that a crash on the way leaves nothing that looks whole."""
+    if folder.exists():
+        gone = folder.parent / f".{folder.name.strip('.')}.gone"
+        shutil.rmtree(gone, ignore_errors=True)
+        os.replace(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Makes a file, or the names in a folder, last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
