@@ -448,6 +448,13 @@ def test_a_checkpoint_that_never_was_such_a_directory_is_written_with_a_config_t
         assert "config.json: text_config.vocab_size 50 is now 9" in notes
 
 
+def test_a_tie_within_the_trunk_is_no_tie_of_the_embedding(tmp_path):
+    table = write_ours(tmp_path / "ours", ties={"again.w": "w"})
+    given = write_folder(tmp_path / "given", {"x": table}, {"vocab_size": V, "tie_word_embeddings": False})
+    to_hugging_face(tmp_path / "ours", tmp_path / "back", config=given)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
 def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path, monkeypatch):
     write_ours(tmp_path / "ours")
     call = to_hugging_face

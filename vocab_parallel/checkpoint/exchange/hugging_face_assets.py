@@ -62,7 +62,8 @@ def files_beside(
         notes.append(f"the checkpoint came without {CONFIG}: only tensors are written; --config gives one")
         return found
     weights = [name for name in stored.state["tables"] if len(stored.tensors[f"model.{name}"][1]) > 1]
-    tied = False if len(weights) > 1 else True if stored.state["ties"] else None  # None: it has no head to tie
+    shared = any(first in weights for first in stored.state["ties"].values())
+    tied = False if len(weights) > 1 else True if shared else None  # None: it has no head to tie
     said = ModelConfig.read(path)
     said.require_plain(dtype)
     values, changes = said.corrected(
