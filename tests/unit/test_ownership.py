@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +72,40 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
     torch.save(state, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
+
+
+def test_a_fresh_optimizer_over_the_old_state_is_refused_at_its_first_step_with_nothing_changed():
+    model, optimizer = trained(tied=True)
+    old = saved(optimizer.state_dict())
+    migrate_model_(model, optimizer, REVERSED)
+    before = bits(model.embedding.weight).clone()
+    for state in (old, None):
+        fresh = adamw(model)
+        if state is not None:
+            fresh.load_state_dict(state)  # no hook of ours is on it
+        with pytest.raises(TyingError, match="a fresh one, or has loaded a state from before the migration"):
+            step(model, fresh)
+        assert torch.equal(bits(model.embedding.weight), before)
+    step(model, optimizer)
+    again = adamw(model)
+    again.load_state_dict(saved(optimizer.state_dict()))
+    step(model, again)
+    assert not torch.equal(bits(model.embedding.weight), before)
+    migrate_model_(model, again, REVERSED)
+    step(model, again)
+
+
+def test_steps_of_other_models_and_of_one_migrated_without_an_optimizer_are_not_guarded():
+    model, optimizer = trained()
+    migrate_model_(model, optimizer, REVERSED)
+    kept = weakref.ref(model.embedding.weight)
+    trained()
+    del model, optimizer
+    gc.collect()
+    assert kept() is None
+    model, _ = trained()
+    migrate_model_(model, None, REVERSED)
+    step(model, adamw(model))
 
 
 @pytest.mark.parametrize("tied", [False, True])

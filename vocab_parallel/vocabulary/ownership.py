@@ -7,10 +7,13 @@ remembers it. Models and optimizers that were never migrated carry nothing and a
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vocab_parallel.errors import CheckpointLayoutError, TyingError
 from vocab_parallel.vocabulary.row_states import is_known_other, is_row_state
@@ -110,6 +113,26 @@ def mark_groups(optimizer: Any, parameters: set[int], sha256: str) -> None:
             group[GROUP_KEY] = sha256
     if all(hook is not _before_load for hook in optimizer._optimizer_load_state_dict_pre_hooks.values()):
         optimizer.register_load_state_dict_pre_hook(_before_load)
+
+
+def guard_steps(parameters: Iterable[nn.Parameter], mark: Mark) -> None:
+    """Refuses the step of any optimizer over these Parameters that does not carry the mark, as long as they live.
+
+    An optimizer built after the migration can load a state from before it unseen, in the right shapes and with the
+    wrong rows. It must come by here before it changes anything.
+    """
+    watched = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get(GROUP_KEY) == mark.sha256:
+                continue
+            for parameter in group["params"]:
+                if id(parameter) in watched and watched[id(parameter)]() is parameter:
+                    name = f"a Parameter {list(parameter.shape)} of the vocabulary"
+                    _verify_mark(name, mark, group.get(GROUP_KEY))
+
+    register_optimizer_step_pre_hook(before_step)
 
 
 def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration.initialization import MeanOfSources, RowInit, without_sources
 from vocab_parallel.vocabulary.migration.model_parts import Parts, find_parts, several, vocabulary_shard
 from vocab_parallel.vocabulary.migration.moving import map_sha256, migrate
-from vocab_parallel.vocabulary.ownership import Mark, mark_groups, mark_of, mark_replaced, set_mark
+from vocab_parallel.vocabulary.ownership import Mark, guard_steps, mark_groups, mark_of, mark_replaced, set_mark
 
 
 def migrate_model_(
@@ -36,8 +36,8 @@ def migrate_model_(
     weight's are these, rounded. Gradients are dropped. The modules' `shard` becomes the new one, also where
     configurations repeat sizes and ids of special tokens they are corrected.
 
-    From then on `verify_ownership(model, optimizer)`, which `verify_tied` calls, refuses an optimizer without the
-    migrated state, and the optimizer refuses to load a state from before. What else holds the old shard or Parameters
+    From then on `verify_ownership(model, optimizer)`, which `verify_tied` calls, and the first step refuse another
+    optimizer without the migrated state, and this one refuses to load a state from before. What else holds the old shard or Parameters
     (a `PipelineTie`, an average of weights) is to be built anew.
 
     Args:
@@ -172,6 +172,8 @@ def _swap(
         setattr(holder, key, value)
     for module in parts.modules:
         set_mark(module, mark)
+    if mark.had_state:
+        guard_steps(fresh.values(), mark)
 
 
 def _swap_states(
