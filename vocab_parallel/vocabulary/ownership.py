@@ -128,8 +128,9 @@ def guard_steps(parameters: Iterable[nn.Parameter], mark: Mark) -> None:
             if group.get(GROUP_KEY) == mark.sha256:
                 continue
             for parameter in group["params"]:
-                if id(parameter) in watched and watched[id(parameter)]() is parameter:
-                    name = f"a Parameter {list(parameter.shape)} of the vocabulary"
+                alive = watched[id(parameter)]() if id(parameter) in watched else None
+                if alive is not None and alive is parameter:
+                    name = f"a Parameter {list(alive.shape)} of the vocabulary"
                     _verify_mark(name, mark, group.get(GROUP_KEY))
 
     register_optimizer_step_pre_hook(before_step)
