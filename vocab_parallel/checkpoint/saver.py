@@ -16,11 +16,10 @@ from torch import nn
 
 from vocab_parallel.checkpoint.folders import name_of
 from vocab_parallel.checkpoint.saving import Contents, require_count, save_together
-from vocab_parallel.checkpoint.states import unwrapped
 from vocab_parallel.checkpoint.together import caught, require_all
 from vocab_parallel.shard import RankGroup
 from vocab_parallel.vocabulary.manifest import Manifest
-from vocab_parallel.vocabulary.manifest.describing import shard_of
+from vocab_parallel.vocabulary.manifest.describing import shard_of, unwrap
 
 if TYPE_CHECKING:
     from vocab_parallel.vocabulary.identity import VocabIdentity
@@ -84,7 +83,7 @@ class AsyncSaver:
             VocabParallelError: On every rank, what went wrong with the save before.
         """
         self.wait()
-        model = unwrapped(model)
+        model = unwrap(model)
         shard = shard_of(model)
         require_all(self._group, shard)
         shard.raise_deferred()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.parallel import DistributedDataParallel
 
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.shard import VocabShard
 from vocab_parallel.tying import vocab_parameters
-from vocab_parallel.vocabulary.manifest.describing import plain_name, shard_of
+from vocab_parallel.vocabulary.manifest.describing import persistent_buffers, plain_name, shard_of
 from vocab_parallel.vocabulary.row_states import is_row_state
 
 SHARDS = "@shards"  # ends the key of a value of a table that is another one on each rank: stored as [tp_size, ...]
@@ -116,7 +115,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModelS
     for raw, parameter in model.named_parameters(remove_duplicate=False):
         if names[id(parameter)] != plain_name(raw):
             found.ties[plain_name(raw)] = names[id(parameter)]
-    for name, buffer in _buffers(model):
+    for name, buffer in persistent_buffers(model):
         found.add(f"model.{name}", name, _held(buffer, None))
     if optimizer is not None:
         for owner, values in optimizer.state.items():
@@ -128,13 +127,6 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModelS
                 )
             _add_states(found, names[id(owner)], owner, values, tables.get(id(owner)))
     return found
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that torch's data-parallel wrapper holds: its names are those of a model without it."""
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model
 
 
 def _add_states(
@@ -191,15 +183,3 @@ def _offset(value: DTensor, shard: VocabShard) -> int:
             size = value.device_mesh.size(dim)
             offset += value.device_mesh.get_local_rank(dim) * -(-shard.shard_size // size)
     return offset
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Persistent buffers, each once."""
-    temporary = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    for name, buffer in model.named_buffers():
-        if name not in temporary:
-            yield plain_name(name), buffer

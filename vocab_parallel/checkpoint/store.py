@@ -21,14 +21,14 @@ from vocab_parallel.checkpoint.metadata import PlainReader
 from vocab_parallel.checkpoint.moments import forget, made_moments
 from vocab_parallel.checkpoint.placing import STATE
 from vocab_parallel.checkpoint.saving import Contents, save_together
-from vocab_parallel.checkpoint.states import ModelState, collect, unwrapped
+from vocab_parallel.checkpoint.states import ModelState, collect
 from vocab_parallel.checkpoint.together import agree, caught, ranks_of
 from vocab_parallel.checkpoint.writing import MANIFEST, described
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.shard import RankGroup
 from vocab_parallel.tying import verify_tied
 from vocab_parallel.vocabulary.manifest import Manifest, require_loadable
-from vocab_parallel.vocabulary.manifest.describing import shard_of
+from vocab_parallel.vocabulary.manifest.describing import shard_of, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +79,7 @@ def save_checkpoint(
     Raises:
         VocabParallelError: On every rank, whatever went wrong on one; the checkpoint before stays.
     """
-    model = unwrapped(model)
+    model = unwrap(model)
     shard = shard_of(model)
     ranks = ranks_of(model, shard, group)
     shard.raise_deferred()
@@ -128,7 +128,7 @@ def load_checkpoint(
             tie, architecture or dtype; an optimizer where none was saved.
         TyingError: A tie does not hold after the load.
     """
-    path, model = Path(folder), unwrapped(model)
+    path, model = Path(folder), unwrap(model)
     shard = shard_of(model)
     ranks = ranks_of(model, shard, group)
     shard.raise_deferred()

@@ -120,6 +120,13 @@ def tensors_of(model: nn.Module) -> dict[str, TensorSpec]:
             at = int(getattr(parameter, "partition_dim", 0))
             shape = (*shape[:at], shape[at] * shard_of(model).tp_size, *shape[at + 1 :])
         found[f"model.{plain_name(name)}"] = TensorSpec(dtype_name(parameter.dtype), shape)
+    for name, buffer in persistent_buffers(model):
+        found[f"model.{name}"] = TensorSpec(dtype_name(buffer.dtype), _shape(buffer))
+    return found
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a state dict holds, each once, by their names without wrappers."""
     temporary = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -127,8 +134,7 @@ def tensors_of(model: nn.Module) -> dict[str, TensorSpec]:
     }
     for name, buffer in model.named_buffers():
         if name not in temporary:
-            found[f"model.{plain_name(name)}"] = TensorSpec(dtype_name(buffer.dtype), _shape(buffer))
-    return found
+            yield plain_name(name), buffer
 
 
 def runtime_of(host: str | None, weight: Tensor | None = None) -> RuntimeContract:
