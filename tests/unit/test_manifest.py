@@ -239,7 +239,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return make
 
 
-REMOVED = object()
+REMOVED = "(the field is removed)"
 DEEP: Any = []
 for _ in range(50):
     DEEP = [DEEP]
