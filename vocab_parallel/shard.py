@@ -82,6 +82,7 @@ class RankGroup:
         self.device: torch.device | None = None
         self._habit, self._generation = Habit(), 0
         self._wider: dict[dist.ProcessGroup, RankGroup] = {}
+        self._of_ranks: dict[tuple[int, ...], RankGroup] = {}
 
     def defers(self, device: torch.device) -> bool:
         """Whether calls on tensors of this device return before the host knows of errors in them."""
@@ -109,6 +110,16 @@ class RankGroup:
         if group not in self._wider:
             self._wider[group] = RankGroup(group, within=self)
         return self._wider[group]
+
+    def of_ranks(self, ranks: tuple[int, ...]) -> RankGroup:
+        """`wider` of a group of these ranks of the job, in ascending order.
+
+        Collectives:
+            Of the first call for them, over these ranks alone: they make the group.
+        """
+        if ranks not in self._of_ranks:
+            self._of_ranks[ranks] = self.wider(dist.new_group([*ranks], use_local_synchronization=True))
+        return self._of_ranks[ranks]
 
     def raise_deferred(self) -> None:
         """Reads all unread flags and raises the first error. Every rank must call it at the same places."""

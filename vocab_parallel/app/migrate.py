@@ -187,14 +187,14 @@ def _migrate(
 
 def _require_trainable(source: Source, found: Vocabularies) -> None:
     """A run goes on with a tokenizer, so its rows must be that tokenizer's."""
-    from vocab_parallel.app.vocabulary import open_vocabulary
+    from vocab_parallel.app.vocabulary import require_trainable
 
     if found.new_name is None:
         raise ConfigError(
             f"{source.path} is a run: to go on it needs the new tokenizer, --new-vocab PATH (also with --map). To only "
             f"change its rows, name the checkpoint: python -m vocab_parallel migrate {source.checkpoint} ..."
         )
-    open_vocabulary(found.new_name)
+    require_trainable(found.new_name)
 
 
 def _write_run_manifest(run: Path, aside: Path, checkpoint: Path, report: MigrationReport, found: Vocabularies) -> None:

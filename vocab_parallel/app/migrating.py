@@ -14,9 +14,10 @@ from vocab_parallel.checkpoint.exchange.hugging_face_names import CONFIG, ModelC
 from vocab_parallel.checkpoint.files import open_checkpoint
 from vocab_parallel.checkpoint.migration.assets import VOCABULARY, vocabulary_sha256
 from vocab_parallel.checkpoint.placing import is_whole
+from vocab_parallel.checkpoint.trimming import give_back
 from vocab_parallel.checkpoint.writing import ASSETS
 from vocab_parallel.errors import CheckpointLayoutError, ConfigError, VocabularyError
-from vocab_parallel.vocabulary.formats import find_file, read_vocabulary
+from vocab_parallel.vocabulary.formats import byte_identity, find_file, read_vocabulary
 from vocab_parallel.vocabulary.formats.encoders import old_encoder
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.mapping import VocabMap
@@ -121,17 +122,20 @@ def make_map(args: argparse.Namespace, source: Source, init: RowInit) -> Vocabul
                 f"{plain.size - source.rows}"
             )
         old = _with_rows(plain, source.rows)
+        give_back()
         encode, notes = _encoder(name) if isinstance(init, MeanOfSources) else (None, ())
         made = VocabMap.from_vocabs(old, new, encode=encode, allow_drop=args.allow_drop)
+        del encode  # with its library's table
         if source.sha256 == plain.sha256:
             made = dataclasses.replace(made, old_sha256=plain.sha256)  # without the unused ids of further rows
+    give_back()
     return Vocabularies(made, old if old and old.size == made.old_size else None, new, args.new_vocab, notes)
 
 
 def read_named(name: str) -> VocabIdentity:
     """The ordered table of a vocabulary of the app or of a file; `VocabularyError` if there is none."""
     if name in NAMES:
-        return open_vocabulary(name).identity
+        return byte_identity() if name == "bytes" else read_vocabulary(tekken_path())
     if not Path(name).exists():
         raise VocabularyError(f"{name}: no such file or folder; expected a tokenizer, or one of {', '.join(NAMES)}")
     return read_vocabulary(name)

@@ -14,6 +14,7 @@ from vocab_parallel.errors import ConfigError, VocabularyError
 from vocab_parallel.vocabulary.files import read_bytes
 from vocab_parallel.vocabulary.formats import find_file, read_vocabulary, tell
 from vocab_parallel.vocabulary.formats.encoders import tiktoken_encoding
+from vocab_parallel.vocabulary.formats.reading import open_vocabulary_file
 from vocab_parallel.vocabulary.formats.tables import byte_identity, tekken_ranks
 from vocab_parallel.vocabulary.formats.tokenizer_json import from_tokenizer_json, read_beside
 from vocab_parallel.vocabulary.identity import VocabIdentity
@@ -48,7 +49,23 @@ def open_vocabulary(name: str) -> Vocabulary:
             return TokenizerFile(path, table, folder or path.parent)
     except (VocabularyError, OSError) as error:
         raise ConfigError(f"data.vocab: {error}") from error
-    raise ConfigError(f"data.vocab: {path} is a {form}; training reads a tokenizer.json or a Tekken file")
+    raise _not_trained(path, form)
+
+
+def require_trainable(name: str) -> None:
+    """Raises `ConfigError` for what `open_vocabulary` cannot open, without the memory of a library that encodes."""
+    if name == "bytes":
+        return
+    try:
+        path, folder = find_file(tekken_path() if name == "tekken" else name)
+        form, table = open_vocabulary_file(path)
+        if form == "tokenizer.json":
+            folder = folder or path.parent
+            _bos_and_eos(from_tokenizer_json(table, path, read_beside(folder)), folder)
+    except (VocabularyError, OSError) as error:
+        raise ConfigError(f"data.vocab: {error}") from error
+    if form not in ("tekken", "tokenizer.json"):
+        raise _not_trained(path, form)
 
 
 class Vocabulary(Protocol):
@@ -163,14 +180,7 @@ class TokenizerFile(Vocabulary):
             raise ConfigError(f"data.vocab={path} needs the package tokenizers: pip install tokenizers") from error
         self._identity = from_tokenizer_json(table, path, read_beside(folder))
         self.size = self.identity.size
-        roles = self.identity.special_ids
-        if "bos" not in roles and "eos" not in roles:
-            raise ConfigError(
-                f"data.vocab: {path} has neither a bos nor an eos token, and a text needs one to begin and end with; "
-                f'name one in {folder / "tokenizer_config.json"}, such as {{"eos_token": "<|endoftext|>"}}'
-            )
-        self.bos = roles.get("bos", roles.get("eos", -1))
-        self.eos = roles.get("eos", self.bos)
+        self.bos, self.eos = _bos_and_eos(self.identity, folder)
         model = table["model"]
         self._words = model.get("type") in ("WordPiece", "WordLevel")
         self._inside = str(model.get("continuing_subword_prefix") or "").encode()
@@ -212,6 +222,22 @@ class TokenizerFile(Vocabulary):
         if self._words:
             return b" " + token
         return token.removesuffix(self._end) + b" " if self._end and token.endswith(self._end) else token
+
+
+def _bos_and_eos(identity: VocabIdentity, folder: Path) -> tuple[int, int]:
+    """The ids that begin and end a text; a tokenizer with one of them uses it for both."""
+    roles = identity.special_ids
+    if "bos" not in roles and "eos" not in roles:
+        raise ConfigError(
+            f"data.vocab: the tokenizer in {folder} has neither a bos nor an eos token, and a text needs one to begin "
+            f'and end with; name one in {folder / "tokenizer_config.json"}, such as {{"eos_token": "<|endoftext|>"}}'
+        )
+    bos = roles.get("bos", roles.get("eos", -1))
+    return bos, roles.get("eos", bos)
+
+
+def _not_trained(path: Path, form: str) -> ConfigError:
+    return ConfigError(f"data.vocab: {path} is a {form}; training reads a tokenizer.json or a Tekken file")
 
 
 def tekken_path() -> Path:

@@ -10,6 +10,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from vocab_parallel.archives import UnsafeFile, check_archive
 from vocab_parallel.errors import CheckpointLayoutError
 
 
@@ -26,6 +27,7 @@ class Piece:
 
 def data_offset(file: IO[bytes], piece: Piece, dtype: torch.dtype) -> int | None:
     """Where a block's numbers begin in it if they lie there row by row; None: load it to know."""
+    check_block(file, piece.start, piece.length)
     window: Any = Window(file, piece.start, piece.length)
     try:
         laid = torch.load(window, map_location="meta", weights_only=True)
@@ -44,12 +46,27 @@ def data_offset(file: IO[bytes], piece: Piece, dtype: torch.dtype) -> int | None
             name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
             return int(entries[0].header_offset) + 30 + name + extra
     except Exception as error:  # a broken archive raises nearly anything
-        raise damaged_at(file, piece, error) from error
+        raise damaged_at(file, piece.start, error) from error
 
 
-def damaged_at(file: IO[bytes], piece: Piece, error: Exception) -> CheckpointLayoutError:
+def check_block(file: IO[bytes], start: int, length: int) -> None:
+    """Looks through a block of a file before it is loaded.
+
+    Raises:
+        CheckpointLayoutError: It is damaged, or would become more than its bytes in the file.
+    """
+    window: Any = Window(file, start, length)
+    try:
+        if unknown := check_archive(window, length):
+            raise UnsafeFile(f"it names {min(unknown)[:80]}")
+    except Exception as error:  # a broken archive raises nearly anything
+        raise damaged_at(file, start, error) from error
+
+
+def damaged_at(file: IO[bytes], start: int, error: Exception) -> CheckpointLayoutError:
     """The words for a block that cannot be read."""
-    return CheckpointLayoutError(f"{file.name} is damaged at byte {piece.start} ({type(error).__name__}: {error})")
+    what = f"{type(error).__name__}: {str(error)[:200]}"
+    return CheckpointLayoutError(f"{file.name} is damaged at byte {start} ({what})")
 
 
 def read_runs(

@@ -53,13 +53,13 @@ def name_of(step: int) -> str:
     return f"step-{step!s:0>8}"
 
 
-def prune(root: Path, keep: int, saved: Path, state: str = STATE) -> None:
-    """Removes all but the last `keep` whole checkpoints, and what crashes have left behind.
+def prune(root: Path, keep: int | None, saved: Path, state: str = STATE) -> None:
+    """Removes all but the last `keep` whole checkpoints (None: none of them), and what crashes have left behind.
 
     The one that was just `saved` stays, though a run that went back to an earlier step has left later ones.
     """
     others = [path for path in checkpoints(root, state) if path != saved]
-    for path in others[: max(0, len(others) - keep + 1)]:
+    for path in others[: max(0, len(others) - keep + 1)] if keep is not None else []:
         discard(old_of(path))
         discard(path)
     for path in root.iterdir():

@@ -149,11 +149,10 @@ class _Save:
             contents.identity.write(self.aside / VOCABULARY)
             files[VOCABULARY] = described(self.aside / VOCABULARY)
         commit(self.aside, self.final, {**state, "files": files})
-        if contents.keep is not None:
-            try:
-                prune(self.final.parent, contents.keep, self.final)
-            except OSError as error:  # the checkpoint itself is there
-                warnings.warn(f"older checkpoints could not be removed: {error}", stacklevel=2)
+        try:
+            prune(self.final.parent, contents.keep, self.final)
+        except OSError as error:  # the checkpoint itself is there
+            warnings.warn(f"older checkpoints could not be removed: {error}", stacklevel=2)
 
 
 def require_count(name: str, value: object, least: int) -> None:

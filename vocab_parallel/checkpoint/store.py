@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from vocab_parallel.checkpoint.files import StoredCheckpoint, check_files, open_checkpoint, read_state
+from vocab_parallel.checkpoint.files import (
+    StoredCheckpoint,
+    check_files,
+    open_checkpoint,
+    read_state,
+    require_unchanged,
+)
 from vocab_parallel.checkpoint.folders import name_of
 from vocab_parallel.checkpoint.loading import TIES, Matched, match, place_others, require_equal
 from vocab_parallel.checkpoint.metadata import PlainReader
@@ -65,7 +72,8 @@ def save_checkpoint(
         manifest: What the model is; by default `Manifest.of(model)`. What it says of the files is filled in.
         identity: The ordered vocabulary, written as vocabulary.json.
         group: All ranks that call this, replicas among them, if they are more than those of the vocabulary; found by
-            itself for FSDP2 over all ranks of the job. Replicas share the writing.
+            itself for FSDP2, over the ranks of its mesh. Replicas share the writing; those that are not in the group
+            must save into another folder, or not at all.
 
     Returns:
         The checkpoint's folder.
@@ -169,6 +177,7 @@ class _Plan:
         state = read_state(self.path)
         if verify:
             check_files(self.path, state["files"], ranks.rank, ranks.size)
+            require_unchanged(self.path, state)
         self.digest = described(self.path / STATE)["sha256"][:16]
         self.stored = open_checkpoint(self.path)
         self._gate(sha256, manifest)
@@ -195,7 +204,7 @@ class _Plan:
         left = list(self.found.tensors)
         while left:  # a key may come twice, once in a pass
             one_pass = dict(reversed(left))
-            with _quiet_alone():
+            with _alone(self.path):
                 load(
                     {key: held.stored() for key, held in one_pass.items()},
                     storage_reader=PlainReader(self.path),
@@ -240,8 +249,13 @@ class _Plan:
 
 
 @contextmanager
-def _quiet_alone() -> Iterator[None]:
-    """Each rank reads by itself, which is meant; DCP warns of it each time."""
+def _alone(path: Path) -> Iterator[None]:
+    """Each rank reads by itself, which is meant though DCP warns of it; and its errors become ones that all hear of."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:  # no Exception, but a BaseException
+            cause = next(iter(error.failures.values()))[0]
+            words = str(cause) if isinstance(cause, CheckpointLayoutError) else f"{path} is damaged ({cause!r:.300})"
+            raise CheckpointLayoutError(words) from error

@@ -18,13 +18,25 @@ from vocab_parallel.shard import RankGroup, VocabShard
 
 
 def ranks_of(model: nn.Module, shard: VocabShard, group: RankGroup | None) -> RankGroup:
-    """Every rank that holds a part of a model: those of the shard, or all where parameters are DTensors."""
+    """Every rank that holds a part of a model: those of the shard, or of the DTensors' mesh.
+
+    Collectives:
+        Of the first call for a mesh of several dimensions, over its ranks: they make a group.
+    """
     if group is not None:
         require_all(group, shard)
         return group
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return shard.wider(dist.group.WORLD) if dist.group.WORLD is not None else shard
-    return shard
+    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    if not meshes:
+        return shard
+    mesh = max(meshes, key=lambda mesh: mesh.mesh.numel())
+    wide = [at for at in range(mesh.ndim) if mesh.size(at) > 1]
+    if len(wide) > 1:
+        found = shard.of_ranks(tuple(sorted(mesh.mesh.flatten().tolist())))
+    else:
+        found = shard.wider(mesh.get_group(wide[0] if wide else 0))
+    require_all(found, shard)
+    return found
 
 
 def require_all(group: RankGroup, shard: VocabShard) -> None:

@@ -1,9 +1,10 @@
 """What the rows of a vocabulary mean, what two artifacts must agree on, and how rows move to another vocabulary."""
 
+from vocab_parallel.vocabulary.auditing import audit, first_difference
 from vocab_parallel.vocabulary.formats import read_vocabulary
 from vocab_parallel.vocabulary.formats.encoders import old_encoder
 from vocab_parallel.vocabulary.formats.tables import byte_identity
-from vocab_parallel.vocabulary.identity import VocabIdentity, audit, first_difference
+from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest
 from vocab_parallel.vocabulary.manifest.comparison import Difference, compare, require_comparable, require_loadable
 from vocab_parallel.vocabulary.mapping import VocabMap, compose

@@ -21,15 +21,21 @@ def read_bytes(path: str | os.PathLike[str], limit: int = MAX_FILE_BYTES) -> byt
         VocabularyError: the file is larger, or not a file (a pipe would be waited for).
         OSError: it is missing or cannot be read.
     """
-    path = Path(path)
-    if path.exists() and not path.is_file():
-        raise VocabularyError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; expected a file")
+    path = require_file(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(size + 1) if size <= limit else b""
     if size > limit or len(data) > limit:
         raise VocabularyError(f"{path} has more than {limit:,} bytes: no file of this kind is that large")
     return data
+
+
+def require_file(path: str | os.PathLike[str]) -> Path:
+    """The path of what is a regular file, or is not there; `VocabularyError` for anything else."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise VocabularyError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; expected a file")
+    return path
 
 
 def parse_json(data: bytes, path: object, most: int = MAX_LISTS) -> Any:
@@ -41,8 +47,8 @@ def parse_json(data: bytes, path: object, most: int = MAX_LISTS) -> Any:
     if too_many(data, most):
         raise VocabularyError(f"{path}: more than {most:,} lists and objects or {4 * most:,} values in one file")
     try:
-        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_each_once, parse_constant=_no_constant)
-    except _Twice as error:
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=each_once, parse_constant=no_constant)
+    except RepeatedKey as error:
         raise VocabularyError(f"{path}: the key {shortened(str(error))} appears twice in one object") from error
     except UnicodeDecodeError as error:
         raise VocabularyError(f"{path}: not UTF-8 at byte {error.start}; expected JSON text") from error
@@ -58,22 +64,29 @@ def parse_json(data: bytes, path: object, most: int = MAX_LISTS) -> Any:
 
 def too_many(data: bytes, most: int) -> bool:
     """Whether JSON text may hold more than so many lists and objects, or four times as many values."""
-    return data.count(b"[") + data.count(b"{") > most or data.count(b",") > 4 * most
+    return too_many_counted(data.count(b"[") + data.count(b"{"), data.count(b","), most)
 
 
-def _no_constant(name: str) -> float:
+def too_many_counted(openings: int, commas: int, most: int) -> bool:
+    """The same, by the number of opening brackets and of commas."""
+    return openings > most or commas > 4 * most
+
+
+def no_constant(name: str) -> float:
+    """Refuses NaN and Infinity."""
     raise ValueError(f"{name} is not a JSON number")
 
 
-class _Twice(Exception):
+class RepeatedKey(Exception):
     """A key that appears twice; JSON readers disagree on which one counts."""
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; `RepeatedKey` if a key is twice in them."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
-        raise _Twice(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+        raise RepeatedKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
     return found
 
 
@@ -89,6 +102,19 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+class Packed:
+    """What is kept of a long list or object of a JSON file, see `json_stream`.
+
+    Attributes:
+        kind: list or dict.
+    """
+
+    kind: type = list
+
+    def __len__(self) -> int:
+        raise NotImplementedError
 
 
 class Reader:
@@ -120,6 +146,8 @@ class Reader:
     def require(self, value: object, kind: type | tuple[type, ...], place: str) -> Any:
         """Returns `value` if it is of this type; a bool is not an integer here."""
         kinds = kind if isinstance(kind, tuple) else (kind,)
+        if isinstance(value, Packed) and value.kind in kinds:
+            return value
         if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
             return value
         wanted = " or ".join(NAMES.get(kind, kind.__name__) for kind in kinds)
@@ -135,8 +163,9 @@ NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", 
 
 def shortened(value: object, limit: int = 60) -> str:
     """`value` for a message; a long one is cut, a container is only named."""
-    if isinstance(value, (dict, list)):
-        return f"{NAMES[type(value)]} of {len(value)}"
+    if isinstance(value, (dict, list, Packed)):
+        kind = value.kind if isinstance(value, Packed) else type(value)
+        return f"{NAMES[kind]} of {len(value)}"
     if value is None:
         return "nothing"
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge integer"

@@ -6,14 +6,16 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from vocab_parallel.errors import VocabularyError
-from vocab_parallel.vocabulary.files import MAX_IDS, Reader, parse_json, read_bytes, shortened, text_bytes, write_whole
+from vocab_parallel.vocabulary.files import MAX_IDS, Packed, Reader, shortened, text_bytes, write_whole
+from vocab_parallel.vocabulary.json_stream import parse_packed
+from vocab_parallel.vocabulary.packed import PackedBytes, PackedNames, batches
 
 KINDS = ("normal", "special", "byte", "unused")
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")  # the ones that Transformers knows
@@ -32,7 +34,7 @@ class VocabIdentity:
     legal, see `duplicates`.
 
     Args:
-        tokens: canonical bytes of each id, in order.
+        tokens: canonical bytes of each id, in order; kept packed (4 bytes an id and its bytes), as `kinds` are (1).
         kinds: "normal", "special", "byte" or "unused", by id.
         special_ids: role ("bos", "eos", "pad", "unk", ...) to id.
         added: ids of the tokens added after training, in the order of their file.
@@ -42,25 +44,29 @@ class VocabIdentity:
         VocabularyError: lengths, kinds or ids that do not fit.
     """
 
-    tokens: tuple[bytes, ...] = field(repr=False)
-    kinds: tuple[str, ...] = field(repr=False)
+    tokens: Sequence[bytes] = field(repr=False)
+    kinds: Sequence[str] = field(repr=False)
     special_ids: Mapping[str, int] = field(default_factory=dict)
     added: tuple[int, ...] = ()
     source: str = field(default="table", compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "kinds", "added"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        tokens = self.tokens if isinstance(self.tokens, PackedBytes) else PackedBytes(self.tokens)
+        kinds = self.kinds if isinstance(self.kinds, PackedNames) else tuple(self.kinds)
+        object.__setattr__(self, "added", tuple(self.added))
         object.__setattr__(self, "special_ids", dict(self.special_ids))
-        if not 0 < len(self.tokens) <= MAX_IDS:
-            raise VocabularyError(f"{self.source}: {len(self.tokens):,} ids; a vocabulary has 1 to {MAX_IDS:,}")
-        if len(self.kinds) != len(self.tokens):
-            raise VocabularyError(f"{self.source}: {len(self.tokens)} tokens, but kinds of {len(self.kinds)}")
-        if unknown := set(self.kinds).difference(KINDS):
+        if not 0 < len(tokens) <= MAX_IDS:
+            raise VocabularyError(f"{self.source}: {len(tokens):,} ids; a vocabulary has 1 to {MAX_IDS:,}")
+        if len(kinds) != len(tokens):
+            raise VocabularyError(f"{self.source}: {len(tokens)} tokens, but kinds of {len(kinds)}")
+        if unknown := set(kinds).difference(KINDS):
             raise VocabularyError(f"{self.source}: unknown kinds {sorted(unknown)}; known are {', '.join(KINDS)}")
+        kinds = kinds if isinstance(kinds, PackedNames) else PackedNames.of(KINDS, kinds)
         # Whatever a file names an id that stands for nothing: it is no token.
-        cleared = (b"" if kind == "unused" else token for kind, token in zip(self.kinds, self.tokens, strict=True))
-        object.__setattr__(self, "tokens", tuple(cleared))
+        if any(tokens[token_id] for token_id in kinds.places("unused")):
+            tokens = PackedBytes(b"" if kind == "unused" else token for kind, token in zip(kinds, tokens, strict=True))
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "kinds", kinds)
         for role, token_id in self.special_ids.items():
             _require_id(token_id, self.size, f"{self.source}: special id {role}")
         for token_id in self.added:
@@ -83,6 +89,12 @@ class VocabIdentity:
         return cls(table, kinds, special_ids, tuple(added), "table")
 
     @property
+    def kind_codes(self) -> bytes:
+        """For each id, the place of its kind in `KINDS`."""
+        assert isinstance(self.kinds, PackedNames)
+        return self.kinds.codes
+
+    @property
     def size(self) -> int:
         """Number of ids, unused ones included."""
         return len(self.tokens)
@@ -96,14 +108,10 @@ class VocabIdentity:
         bytes, and its bytes. Integers are unsigned and little-endian. Special ids and the order of added tokens are
         compared on their own: a tokenizer may give another token a role without changing what a row means.
         """
-        codes = {kind: bytes([code]) for code, kind in enumerate(KINDS)}
         digest = hashlib.sha256(_HEADER + self.size.to_bytes(8, "little"))
-        digest.update(
-            b"".join(
-                codes[kind] + len(token).to_bytes(4, "little") + token
-                for kind, token in zip(self.kinds, self.tokens, strict=True)
-            )
-        )
+        codes = {kind: bytes([code]) for code, kind in enumerate(KINDS)}
+        for batch in batches(zip(self.kinds, self.tokens, strict=True)):
+            digest.update(b"".join(codes[kind] + len(token).to_bytes(4, "little") + token for kind, token in batch))
         return digest.hexdigest()
 
     def named(self, token_id: int) -> str:
@@ -134,11 +142,22 @@ class VocabIdentity:
         """
         if not self.size <= size <= MAX_IDS:
             raise VocabularyError(f"cannot resize {self.size:,} ids to {size:,}: expected {self.size:,} to {MAX_IDS:,}")
-        extra = size - self.size
-        return replace(self, tokens=(*self.tokens, *[b""] * extra), kinds=(*self.kinds, *["unused"] * extra))
+        tokens, kinds, extra = self.tokens, self.kinds, size - self.size
+        assert isinstance(tokens, PackedBytes) and isinstance(kinds, PackedNames)
+        return replace(self, tokens=tokens.padded(extra), kinds=kinds.padded("unused", extra))
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that `from_json` reads back; tokens that are no UTF-8 text are base64."""
+        return {**self._described(), "tokens": [_to_text(token) for token in self.tokens]}
+
+    def to_text(self) -> bytes:
+        """The text of ``vocabulary.json``: that of `to_json` in one line; the same identity gives the same bytes."""
+        parts = [_compact(self._described())[:-1], b',"tokens":[']
+        for number, batch in enumerate(batches(self.tokens)):
+            parts.append((b"," if number else b"") + _compact([_to_text(token) for token in batch])[1:-1])
+        return b"".join([*parts, b"]}\n"])
+
+    def _described(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -148,7 +167,6 @@ class VocabIdentity:
             "special_ids": dict(self.special_ids),
             "added": list(self.added),
             "kinds": [[kind, sum(1 for _ in run)] for kind, run in groupby(self.kinds)],
-            "tokens": [_to_text(token) for token in self.tokens],
         }
 
     @classmethod
@@ -162,10 +180,15 @@ class VocabIdentity:
         if reader.get("format", str) != FORMAT or reader.get("version", int) != VERSION:
             found = f"{shortened(reader.value['format'])} version {shortened(reader.value.get('version'))}"
             raise VocabularyError(f"{path}: expected {FORMAT!r} version {VERSION}, found {found}")
-        entries = reader.get("tokens", list)
+        entries: Any = reader.get("tokens", list)
         if (size := reader.get("size", int)) != len(entries):
             raise reader.error("size", f"{shortened(size)}, but tokens has {len(entries)} entries")
-        tokens = tuple(_from_text(entry, reader, f"tokens[{place}]") for place, entry in enumerate(entries))
+        packed = isinstance(entries, PackedTexts)
+        tokens = (
+            entries.tokens
+            if packed
+            else tuple(_from_text(entry, reader, f"tokens[{place}]") for place, entry in enumerate(entries))
+        )
         special = reader.inside("special_ids").value
         special_ids = {role: reader.require(special[role], int, f"special_ids.{role}") for role in special}
         added = tuple(reader.require(token_id, int, "added") for token_id in reader.get("added", list))
@@ -182,72 +205,30 @@ class VocabIdentity:
         return result
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the identity as ``vocabulary.json``; the same identity gives the same bytes."""
-        text = json.dumps(self.to_json(), ensure_ascii=False, indent=None, separators=(",", ":"))
-        write_whole(path, text.encode("utf-8") + b"\n")
+        """Writes the identity as ``vocabulary.json``."""
+        write_whole(path, self.to_text())
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> VocabIdentity:
         """Reads what `write` wrote; `read_vocabulary` reads any format."""
-        return cls.from_json(parse_json(read_bytes(path), path), path)
+        return cls.from_json(parse_packed(path, {("tokens",): pack_texts}), path)
 
 
-def first_difference(
-    a: VocabIdentity, b: VocabIdentity, names: tuple[str, str] = ("the first", "the second")
-) -> str | None:
-    """In words, the first id whose token differs between two tables, or their sizes; None if the tables are equal."""
-    if a.sha256 == b.sha256:
-        return None
-    for token_id in range(min(a.size, b.size)):
-        if (a.kinds[token_id], a.tokens[token_id]) != (b.kinds[token_id], b.tokens[token_id]):
-            return f"id {token_id} is {a.named(token_id)} in {names[0]} and {b.named(token_id)} in {names[1]}"
-    larger, (name, other) = (a, names) if a.size > b.size else (b, names[::-1])
-    smaller = min(a.size, b.size)
-    return f"{name} has {larger.size:,} ids and {other} {smaller:,}: id {smaller} is {larger.named(smaller)}"
+class PackedTexts(Packed):
+    """The list "tokens" of a ``vocabulary.json``."""
+
+    def __init__(self, tokens: PackedBytes) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
-def audit(
-    identity: VocabIdentity,
-    *,
-    embedding_rows: int | None = None,
-    head_rows: int | None = None,
-    config_vocab_size: int | None = None,
-    emitted_max: int | None = None,
-) -> list[str]:
-    """Each disagreement between a vocabulary and the model beside it, in words; empty if there is none.
-
-    Args:
-        identity: the ordered table.
-        embedding_rows: real rows of the input embedding.
-        head_rows: real rows of the output head.
-        config_vocab_size: what the model's configuration says.
-        emitted_max: the largest id that the tokenizer was seen to emit.
-    """
-    lines = []
-    rows = {"embedding rows": embedding_rows, "head rows": head_rows, "config vocab_size": config_vocab_size}
-    for name, count in rows.items():
-        if count is None or count == identity.size:
-            continue
-        what = f"rows {identity.size} to {count - 1} belong to no token"
-        if count < identity.size:
-            what = f"ids {count} to {identity.size - 1} have no row (the first is {identity.named(count)})"
-        lines.append(f"{name} {count:,}, but the vocabulary has {identity.size:,} ids: {what}")
-    if embedding_rows is not None and head_rows is not None and embedding_rows != head_rows:
-        lines.append(f"embedding rows {embedding_rows:,}, but head rows {head_rows:,}: they cannot be tied")
-    limit = min([identity.size, *[count for count in rows.values() if count is not None]])
-    if emitted_max is not None and emitted_max >= limit:
-        lines.append(f"the tokenizer emits id {emitted_max}, beyond the {limit:,} ids that all parts have")
-    for role, token_id in identity.special_ids.items():
-        if token_id >= limit:
-            lines.append(f"special id {role} = {token_id} is beyond the {limit:,} ids that all parts have")
-        if identity.kinds[token_id] == "unused":
-            lines.append(f"special id {role} = {token_id} is an unused id")
-    groups = identity.duplicates()
-    for ids in groups[:10]:
-        lines.append(f"ids {', '.join(map(str, ids))} are all {identity.named(ids[0])}")
-    if len(groups) > 10:
-        lines.append(f"and {len(groups) - 10} more groups of ids that are the same token")
-    return lines
+def pack_texts(kind: type, entries: Iterator[tuple[Any, Any]]) -> PackedTexts:
+    """Packs the tokens of a ``vocabulary.json``, see `json_stream`."""
+    if kind is not list:
+        raise ValueError("no list")
+    return PackedTexts(PackedBytes(_known_text(entry) for _, entry in entries))
 
 
 def _require_id(token_id: object, size: int, what: str) -> None:
@@ -262,6 +243,18 @@ def _to_text(token: bytes) -> str | dict[str, str]:
         return {"base64": base64.b64encode(token).decode()}
 
 
+def _known_text(entry: object) -> bytes:
+    if isinstance(entry, str):
+        return entry.encode()
+    if isinstance(entry, dict) and isinstance(coded := entry.get("base64"), str):
+        return base64.b64decode(coded, validate=True)
+    raise ValueError("no token")
+
+
+def _compact(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def _from_text(entry: object, reader: Reader, place: str) -> bytes:
     if isinstance(entry, str):
         return text_bytes(entry, reader.path, place)
@@ -272,13 +265,17 @@ def _from_text(entry: object, reader: Reader, place: str) -> bytes:
         raise reader.error(place, f"not base64: {error}") from error
 
 
-def _kinds(reader: Reader, size: int) -> tuple[str, ...]:
-    kinds: list[str] = []
+def _kinds(reader: Reader, size: int) -> Sequence[str]:
+    runs: list[tuple[str, int]] = []
+    left = size
     for place, run in enumerate(reader.get("kinds", list)):
         pair = reader.require(run, list, f"kinds[{place}]")
         good = len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int
         # The count is bounded before anything of that size is made.
-        if not good or not 0 < pair[1] <= size - len(kinds):
+        if not good or not 0 < pair[1] <= left:
             raise reader.error(f"kinds[{place}]", f"expected [kind, count] that add up to {size}, found {run!r:.60}")
-        kinds.extend([pair[0]] * pair[1])
-    return tuple(kinds)
+        runs.append((pair[0], pair[1]))
+        left -= pair[1]
+    if any(kind not in KINDS for kind, _ in runs):
+        return tuple(kind for kind, count in runs for _ in range(count))  # an error of the identity
+    return PackedNames(KINDS, b"".join(bytes([KINDS.index(kind)]) * count for kind, count in runs))

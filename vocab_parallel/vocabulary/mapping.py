@@ -12,9 +12,8 @@ from torch import Tensor
 from vocab_parallel.errors import VocabularyError
 from vocab_parallel.vocabulary.files import MAX_IDS
 from vocab_parallel.vocabulary.identity import VocabIdentity
-from vocab_parallel.vocabulary.matching import find_sources, match
-
-ALLOW_DROP = "pass allow_drop=True (--allow-drop on the command line) if they are to be lost"
+from vocab_parallel.vocabulary.matching import ALLOW_DROP, find_sources, match, require_tokens_kept
+from vocab_parallel.vocabulary.packed import PackedLists
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +54,11 @@ class VocabMap:
                 f"old_to_new and new_to_old disagree: new id {place} comes from {int(self.new_to_old[place])} by the "
                 f"one and from {int(moved_back[place])} by the other (-1: from none)"
             )
-        sources = {new_id: tuple(self.sources[new_id]) for new_id in sorted(self.sources)}
-        object.__setattr__(self, "sources", sources)
+        sources = self.sources
+        if not isinstance(sources, PackedLists):
+            sources = {new_id: tuple(sources[new_id]) for new_id in sorted(sources)}
         _require_sources(sources, self.new_to_old, self.old_size)
+        object.__setattr__(self, "sources", PackedLists(sources.items()))
 
     @classmethod
     def from_vocabs(
@@ -83,18 +84,13 @@ class VocabMap:
         Raises:
             VocabularyError: rows would be lost, or `encode` gave an id out of range.
         """
-        old_to_new = torch.tensor(match(old, new), dtype=torch.int64)
-        lost = (old_to_new < 0).nonzero().flatten().tolist()
-        if not allow_drop and (named := [token_id for token_id in lost if old.kinds[token_id] != "unused"]):
-            first = ", ".join(f"{token_id} ({old.named(token_id)})" for token_id in named[:5])
-            raise VocabularyError(
-                f"{len(named):,} of {old.size:,} old tokens are not in the new vocabulary of {new.size:,} ids, "
-                f"the first are {first}; {ALLOW_DROP}"
-            )
+        old_to_new = match(old, new)
+        if not allow_drop:
+            require_tokens_kept(old, old_to_new, new.size)
         new_to_old = _inverse(old_to_new, new.size)
-        fresh = (new_to_old < 0).nonzero().flatten().tolist() if encode is not None else []
-        sources = {} if encode is None else find_sources(fresh, new, encode, old.size)
-        return cls(old_to_new, new_to_old, sources, old.sha256, new.sha256)
+        fresh = (new_to_old < 0).nonzero().flatten()
+        sources = () if encode is None else find_sources(fresh, new, encode, old.size)
+        return cls(old_to_new, new_to_old, PackedLists(sources), old.sha256, new.sha256)
 
     @classmethod
     def from_pairs(
@@ -289,11 +285,8 @@ def _require_once(ids: Tensor, size: int, what: str, which: str) -> None:
 
 
 def _require_sources(sources: Mapping[int, tuple[int, ...]], new_to_old: Tensor, old_size: int) -> None:
-    if not sources:
-        return
-    origin = new_to_old.tolist()
     for new_id, parts in sources.items():
-        if not 0 <= new_id < len(origin) or origin[new_id] >= 0:
-            raise VocabularyError(f"sources: new id {new_id} takes an old row or is outside [0, {len(origin)})")
+        if not 0 <= new_id < len(new_to_old) or new_to_old[new_id] >= 0:
+            raise VocabularyError(f"sources: new id {new_id} takes an old row or is outside [0, {len(new_to_old)})")
         if not parts or not 0 <= min(parts) <= max(parts) < old_size:
             raise VocabularyError(f"sources of new id {new_id}: expected old ids in [0, {old_size}), got {parts!r:.60}")

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from vocab_parallel.errors import VocabularyError
 from vocab_parallel.vocabulary.files import MAX_IDS, Reader, parse_json, read_bytes, shortened, write_whole
-from vocab_parallel.vocabulary.mapping import ALLOW_DROP, VocabMap
+from vocab_parallel.vocabulary.mapping import VocabMap
+from vocab_parallel.vocabulary.matching import ALLOW_DROP
 
 VERSION = 1
 KEYS = ("version", "old_size", "new_size", "old_sha256", "new_sha256", "pairs", "dropped", "sources")

@@ -2,60 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from vocab_parallel.errors import VocabularyError
-from vocab_parallel.vocabulary.identity import ROLES, VocabIdentity
+from vocab_parallel.vocabulary.identity import KINDS, ROLES, VocabIdentity
+from vocab_parallel.vocabulary.pairing import pair_equal
 
 if TYPE_CHECKING:
     from vocab_parallel.vocabulary.mapping import VocabMap
 
+ALLOW_DROP = "pass allow_drop=True (--allow-drop on the command line) if they are to be lost"
+_FEW = 2**12
 
-def match(old: VocabIdentity, new: VocabIdentity) -> list[int]:
-    """The new id of each old id, -1 where there is none; the rules are those of `VocabMap.from_vocabs`."""
-    new_ids: dict[tuple[str, bytes], int] = {}
-    further: dict[tuple[str, bytes], list[int]] = {}  # ids of equal tokens after the first, in order
-    for token_id, key in enumerate(zip(new.kinds, new.tokens, strict=True)):
-        if new_ids.setdefault(key, token_id) != token_id:
-            further.setdefault(key, []).append(token_id)
-    found = [new_ids.get(key, -1) for key in zip(old.kinds, old.tokens, strict=True)]
-    _share_equals(found, old, further)
-    for token_id, kind in enumerate(old.kinds):
-        if kind == "unused":
-            stays = token_id < new.size and new.kinds[token_id] == "unused"
-            found[token_id] = token_id if stays else -1
-    taken = set(found)
+
+def match(old: VocabIdentity, new: VocabIdentity) -> Tensor:
+    """The new id of each old id, int64 `[old.size]`, -1 where there is none; the rules are `VocabMap.from_vocabs`'s."""
+    found = pair_equal(old, torch.arange(old.size), new, torch.arange(new.size))
+    unused = _are(old, torch.arange(old.size), "unused").nonzero().flatten()
+    found[unused] = -1
+    stays = unused[unused < new.size]
+    stays = stays[_are(new, stays, "unused")]
+    found[stays] = stays
+    taken = torch.zeros(new.size, dtype=torch.bool)
+    taken[found[found >= 0]] = True
     for role in sorted(old.special_ids, key=_role_order):
         here, there = old.special_ids[role], new.special_ids.get(role)
-        if there is None or there in taken or found[here] >= 0:
+        if there is None or taken[there] or found[here] >= 0:
             continue
         if old.kinds[here] == new.kinds[there] == "special":
             found[here] = there
-            taken.add(there)
-    _match_text(found, old, new, taken)
+            taken[there] = True
+    # What has no match yet, and is special on one side and normal on the other, goes by its bytes.
+    lost, free = (found < 0).nonzero().flatten(), (~taken).nonzero().flatten()
+    for was, now in (("normal", "special"), ("special", "normal")):
+        own = lost[_are(old, lost, was)]
+        found[own] = pair_equal(old, own, new, free[_are(new, free, now)], by_text=True)
     return found
 
 
+def require_tokens_kept(old: VocabIdentity, old_to_new: Tensor, new_size: int) -> None:
+    """Raises `VocabularyError` if an old token, one that is not unused, has no new id."""
+    lost, first = 0, list[int]()
+    for block in torch.split((old_to_new < 0).nonzero().flatten(), _FEW):
+        named = [token_id for token_id in block.tolist() if old.kinds[token_id] != "unused"]
+        lost += len(named)
+        first = [*first, *named][:5]
+    if lost:
+        some = ", ".join(f"{token_id} ({old.named(token_id)})" for token_id in first)
+        raise VocabularyError(
+            f"{lost:,} of {old.size:,} old tokens are not in the new vocabulary of {new_size:,} ids, the first are "
+            f"{some}; {ALLOW_DROP}"
+        )
+
+
 def find_sources(
-    new_ids: Sequence[int], new: VocabIdentity, encode: Callable[[bytes], Sequence[int]], old_size: int
-) -> dict[int, tuple[int, ...]]:
+    new_ids: Tensor, new: VocabIdentity, encode: Callable[[bytes], Sequence[int]], old_size: int
+) -> Iterator[tuple[int, Sequence[int]]]:  # new_ids: int64 [n]
     """The old ids of the sub-tokens of each new id that is a token; ids without any are left out.
 
     Raises:
         VocabularyError: `encode` gave an id outside the old vocabulary.
     """
-    sources = {}
-    for new_id in new_ids:
-        if new.kinds[new_id] == "unused" or not (parts := tuple(encode(new.tokens[new_id]))):
-            continue
-        if not 0 <= min(parts) <= max(parts) < old_size:
-            raise VocabularyError(
-                f"the old tokenizer encodes {new.named(new_id)} as ids {parts!r:.60}, but the old vocabulary has "
-                f"{old_size:,} ids: it is not the tokenizer of that vocabulary"
-            )
-        sources[new_id] = parts
-    return sources
+    for block in torch.split(new_ids, _FEW):
+        for new_id in block.tolist():
+            if new.kinds[new_id] == "unused" or not (parts := encode(new.tokens[new_id])):
+                continue
+            if not 0 <= min(parts) <= max(parts) < old_size:
+                raise VocabularyError(
+                    f"the old tokenizer encodes {new.named(new_id)} as ids {tuple(parts)!r:.60}, but the old "
+                    f"vocabulary has {old_size:,} ids: it is not the tokenizer of that vocabulary"
+                )
+            yield new_id, parts
 
 
 def describe(mapping: VocabMap, old: VocabIdentity | None, new: VocabIdentity | None, limit: int) -> list[str]:
@@ -87,29 +108,10 @@ def describe(mapping: VocabMap, old: VocabIdentity | None, new: VocabIdentity | 
     return lines
 
 
-def _share_equals(found: list[int], old: VocabIdentity, further: dict[tuple[str, bytes], list[int]]) -> None:
-    """The n-th of equal old tokens takes the n-th of the equal new ones; `found` has the first for all of them."""
-    seen: dict[int, int] = {}
-    for token_id, target in enumerate(found):
-        if target < 0:
-            continue
-        count = seen.get(target, 0)
-        seen[target] = count + 1
-        if count:
-            others = further.get((old.kinds[token_id], old.tokens[token_id]), [])
-            found[token_id] = others[count - 1] if count <= len(others) else -1
-
-
-def _match_text(found: list[int], old: VocabIdentity, new: VocabIdentity, taken: set[int]) -> None:
-    """What has no match yet, and is special on one side and normal on the other, goes by its bytes."""
-    other = {"normal": "special", "special": "normal"}
-    lost: dict[tuple[str, bytes], int] = {}
-    for token_id, kind in enumerate(old.kinds):
-        if found[token_id] < 0 and kind in other:
-            lost.setdefault((other[kind], old.tokens[token_id]), token_id)
-    for new_id, key in enumerate(zip(new.kinds, new.tokens, strict=True)):
-        if new_id not in taken and (old_id := lost.pop(key, None)) is not None:
-            found[old_id] = new_id
+def _are(table: VocabIdentity, ids: Tensor, kind: str) -> Tensor:
+    """Whether each of some ids is of this kind: bool `[n]`."""
+    codes = torch.frombuffer(bytearray(table.kind_codes), dtype=torch.uint8)
+    return codes[ids] == KINDS.index(kind)
 
 
 def _role_order(role: str) -> tuple[int, str]:

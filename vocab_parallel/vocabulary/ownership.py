@@ -62,11 +62,7 @@ def verify_ownership(model: nn.Module, optimizer: Any, *, names: dict[int, str] 
     seen: set[int] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if getattr(parameter, _REPLACED, False):
-                raise TyingError(
-                    f"the optimizer holds a Parameter {list(parameter.shape)} that a migration has replaced: it would "
-                    "go on updating an orphan. Pass every optimizer to migrate_model_, or build it after."
-                )
+            _require_current(parameter)
             if id(parameter) in seen and id(parameter) in marks:
                 raise TyingError(f"the optimizer holds {names.get(id(parameter), 'a Parameter')} twice")
             seen.add(id(parameter))
@@ -119,12 +115,15 @@ def guard_steps(parameters: Iterable[nn.Parameter], mark: Mark) -> None:
     """Refuses the step of any optimizer over these Parameters that does not carry the mark, as long as they live.
 
     An optimizer built after the migration can load a state from before it unseen, in the right shapes and with the
-    wrong rows. It must come by here before it changes anything.
+    wrong rows. It must come by here before it changes anything. So must one that was left out of the migration: its
+    steps would change nothing that the model has. A migration without state asks a fresh optimizer for none.
     """
-    watched = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+    watched = {id(parameter): weakref.ref(parameter) for parameter in parameters if mark.had_state}
 
     def before_step(optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _require_current(parameter)
             if group.get(GROUP_KEY) == mark.sha256:
                 continue
             for parameter in group["params"]:
@@ -153,6 +152,14 @@ def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> None:
                         f"the state to load has {key} of shape {list(value.shape)} for a Parameter of shape "
                         f"{list(parameter.shape)}: it is of another vocabulary or layout. " + _FIX
                     )
+
+
+def _require_current(parameter: Any) -> None:
+    if getattr(parameter, _REPLACED, False):
+        raise TyingError(
+            f"the optimizer holds a Parameter {list(parameter.shape)} that a migration has replaced: it would "
+            "go on updating an orphan. Pass every optimizer to migrate_model_, or build it after."
+        )
 
 
 def _verify_mark(name: str, mark: Mark, found: str | None) -> None:

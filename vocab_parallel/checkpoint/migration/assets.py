@@ -15,7 +15,7 @@ from vocab_parallel.checkpoint.metadata import inside
 from vocab_parallel.checkpoint.writing import ASSETS, MANIFEST
 from vocab_parallel.errors import CheckpointLayoutError, VocabularyError
 from vocab_parallel.vocabulary.files import parse_json, read_bytes
-from vocab_parallel.vocabulary.formats import tell
+from vocab_parallel.vocabulary.formats.reading import open_vocabulary_file
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest
 from vocab_parallel.vocabulary.mapping import VocabMap
@@ -128,7 +128,7 @@ def vocabulary_sha256(stored: StoredCheckpoint) -> str | None:
 
 def vocabulary_bytes(identity: VocabIdentity) -> bytes:
     """What `VocabIdentity.write` writes."""
-    return json.dumps(identity.to_json(), ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return identity.to_text()
 
 
 def carried_assets(
@@ -184,7 +184,7 @@ def _tokenizer_files(tokenizer: str | os.PathLike[str] | None) -> Iterator[tuple
         yield from ((one.name, one) for one in sorted(path.iterdir()) if one.is_file() and is_tokenizer_file(one.name))
     elif is_tokenizer_file(path.name):
         yield path.name, path
-    elif (form := tell(read_bytes(path), path)[0]) in _NAMES:
+    elif (form := open_vocabulary_file(path)[0]) in _NAMES:
         yield _NAMES[form], path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from vocab_parallel.checkpoint.files import StoredCheckpoint, open_checkpoint
 from vocab_parallel.checkpoint.migration.migrating import tables_of
 from vocab_parallel.checkpoint.migration.report import Table
 from vocab_parallel.checkpoint.migration.rows import READ_BYTES, bits
+from vocab_parallel.checkpoint.trimming import give_back
 from vocab_parallel.checkpoint.writing import MANIFEST
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary.manifest import Manifest
@@ -20,9 +22,13 @@ from vocab_parallel.vocabulary.migration.conformance import (
     Check,
     ConformanceReport,
     NewMass,
-    RowReader,
     compare_records,
+)
+from vocab_parallel.vocabulary.migration.records import (
+    RowReader,
+    TableBlocks,
     fixed_hidden,
+    record_blocks,
     record_table,
 )
 
@@ -37,12 +43,13 @@ def check_migration(
     state one owner; each table's files cover its real rows once, and the manifest names these shards.
 
     Memory:
-        Blocks of 1 MiB, and for one table at a time about 100 bytes a token.
+        Blocks of 1 MiB, and for one table at a time about 50 bytes a token.
 
     Raises:
         CheckpointLayoutError: One of the two cannot be read.
     """
     old, new = open_checkpoint(source), open_checkpoint(target)
+    give_back()
     tables = tables_of(old, vocab_map.old_size)
     head, bias = _head_of(old, tables)
     checks: list[Check] = []
@@ -74,11 +81,13 @@ def _compare(
         check = Check(f"rows of {key}", False, f"{shape} in {new.path}, expected {vocab_map.new_size} rows")
         return ConformanceReport((check,))
     hidden = fixed_hidden(old.tensors[key][1][1]) if is_head else None
-    before, after = (
-        {key: record_table(key, _reader(one, key), 0, size, hidden=hidden, bias=_reader(one, bias) if bias else None)}
-        for one, size in ((old, vocab_map.old_size), (new, vocab_map.new_size))
-    )
-    return compare_records(before, after, vocab_map, zero=[key] if zero else [])
+    bias_of = (lambda one: _reader(one, bias)) if bias else (lambda one: None)
+    after = record_table(key, _reader(new, key), 0, vocab_map.new_size, hidden=hidden, bias=bias_of(new))
+    give_back()
+    dtype, (size, *row_shape) = old.tensors[key]
+    read = partial(record_blocks, _reader(old, key), 0, size, row_shape, hidden=hidden, bias=bias_of(old))
+    before = TableBlocks(str(dtype).removeprefix("torch."), tuple(row_shape), size, read)
+    return compare_records({key: before}, {key: after}, vocab_map, zero=[key] if zero else [])
 
 
 def _reader(stored: StoredCheckpoint, key: str) -> RowReader:

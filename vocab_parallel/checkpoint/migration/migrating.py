@@ -26,6 +26,7 @@ from vocab_parallel.checkpoint.migration.rows import NewRows, moved_rows
 from vocab_parallel.checkpoint.placing import is_whole
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.checkpoint.states import SHARDS
+from vocab_parallel.checkpoint.trimming import give_back
 from vocab_parallel.checkpoint.writing import MANIFEST, make_state, write_checkpoint
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.layout import VocabLayout
@@ -72,7 +73,7 @@ def migrate_checkpoint(
         dry_run: Only report: nothing is written.
 
     Memory:
-        Three blocks of 4 MiB, whatever the vocabulary, the map and the model; the map, and the ordered table.
+        Three blocks (of 4 MiB at most, less for small tables), whatever the model; the map, and the ordered table.
 
     Raises:
         CheckpointLayoutError: `source` is damaged, or of another vocabulary than the map; `target` exists; nothing
@@ -108,6 +109,7 @@ def migrate_checkpoint(
         return report
     if verify:
         stored.verify()
+    give_back()
     _write(stored, target, known, _parts(stored, tables, vocab_map, init, layout), report, assets)
     return report
 

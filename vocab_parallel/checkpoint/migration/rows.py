@@ -14,7 +14,7 @@ from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration.initialization import OldRows, RowInit
 from vocab_parallel.vocabulary.migration.statistics import ColumnStatistics, column_statistics, require_finite
 
-READ_BYTES = 2**20  # that are read at a time beside a block
+READ_BYTES = 2**18  # that are read at a time beside a block
 Fill = Callable[[Sequence[int]], Tensor]  # new ids -> their rows [n, ...]
 
 

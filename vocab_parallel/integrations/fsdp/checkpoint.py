@@ -34,7 +34,7 @@ def save(
     checkpoints apart by step. Any reader of `torch.distributed.checkpoint` finds plain tensors in the files.
 
     Collectives:
-        As `save_checkpoint`, over all ranks of the job.
+        As `save_checkpoint`, over the ranks of the model's mesh.
     """
     reshard(model)
     contents = Contents(step, extra=extra or {})

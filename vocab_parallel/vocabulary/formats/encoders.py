@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from vocab_parallel.errors import VocabularyError
 from vocab_parallel.vocabulary.files import read_bytes, shortened
-from vocab_parallel.vocabulary.formats.reading import find_file, read_vocabulary, tell
+from vocab_parallel.vocabulary.formats.reading import find_file, open_vocabulary_file, read_vocabulary
 from vocab_parallel.vocabulary.formats.tables import sentencepiece_model, tekken_ranks, tiktoken_ranks
 from vocab_parallel.vocabulary.identity import VocabIdentity
 
@@ -31,25 +33,25 @@ def old_encoder(path: str | os.PathLike[str]) -> Callable[[bytes], list[int]]:
         VocabularyError: a broken file, or the library that encodes with it is missing (the message names it).
     """
     path, _ = find_file(path)
-    data = read_bytes(path)
-    form, parsed = tell(data, path)
     identity = read_vocabulary(path)
-    single, unknown = _single_bytes(identity), identity.special_ids.get("unk")
+    single, unknown, source = _single_bytes(identity), identity.special_ids.get("unk"), identity.source
+    del identity  # before the library makes its own table
+    form, parsed = open_vocabulary_file(path)
     if form == "tokenizer.json":
         encode = _hugging_face(parsed, path)
     elif form == "sentencepiece":
-        encode = sentencepiece_model(data + _VERBATIM, path).encode_as_ids
+        encode = sentencepiece_model(parsed + _VERBATIM, path).encode_as_ids
     elif form == "tiktoken":
-        encode = tiktoken_encoding(tiktoken_ranks(data, path), path).encode_ordinary
+        encode = _ranks_encoder(tiktoken_ranks(parsed, path), path)
     elif form == "tekken":
         _, first, ranks = tekken_ranks(parsed, path)
-        encoding = tiktoken_encoding(ranks, path, parsed["config"].get("pattern"))
-        encode = lambda text: [rank + first for rank in encoding.encode_ordinary(text)]  # noqa: E731
-    elif identity.source == "bytes":
+        of_rank = _ranks_encoder(ranks, path, parsed["config"].get("pattern"))
+        encode = lambda text: [rank + first for rank in of_rank(text)]  # noqa: E731
+    elif source == "bytes":
         return lambda token: [single[byte] for byte in token if byte in single]
     else:
         raise VocabularyError(
-            f"{path} is an ordered table of {identity.source}: it says which token each id is, not how text is cut; "
+            f"{path} is an ordered table of {source}: it says which token each id is, not how text is cut; "
             "give the tokenizer's own file"
         )
 
@@ -90,16 +92,22 @@ def _parts(token: bytes) -> list[str | int]:
     return parts
 
 
-def _hugging_face(parsed: dict[str, Any], path: object) -> Callable[[str], Sequence[int]]:
+def _hugging_face(parsed: dict[str, Any], path: Path) -> Callable[[str], Sequence[int]]:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise VocabularyError(f"{path}: encoding with it needs: pip install tokenizers") from error
-    verbatim = {**parsed, "post_processor": None, "truncation": None, "padding": None}
-    for part in ("normalizer", "pre_tokenizer"):
-        verbatim[part] = _without_prefix(verbatim.get(part))
+    steps = {part: parsed.get(part) for part in ("normalizer", "pre_tokenizer")}
+    del parsed
+    verbatim = {part: _without_prefix(step) for part, step in steps.items()}
     try:
-        tokenizer = Tokenizer.from_str(json.dumps(verbatim))
+        tokenizer = Tokenizer.from_buffer(read_bytes(path).removeprefix(codecs.BOM_UTF8))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if verbatim != steps:  # the library makes a step from the text of a tokenizer only
+            empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+            made = Tokenizer.from_str(json.dumps({**empty, **verbatim}))
+            tokenizer.normalizer, tokenizer.pre_tokenizer = made.normalizer, made.pre_tokenizer
     except Exception as error:  # the library raises plain Exception
         raise VocabularyError(f"{path}: the tokenizers library refuses it: {shortened(str(error), 200)}") from error
 
@@ -128,6 +136,13 @@ def _without_prefix(step: Any) -> Any:
     if step.get("type") == "Metaspace":
         changed["prepend_scheme"] = "never"
     return changed
+
+
+def _ranks_encoder(ranks: dict[bytes, int], path: object, pattern: Any = None) -> Callable[[str], list[int]]:
+    encoding = tiktoken_encoding(ranks, path, pattern)
+    ranks.clear()  # the library has its own table, and keeps this one for what is not asked here
+    encode: Callable[[str], list[int]] = encoding.encode_ordinary
+    return encode
 
 
 def tiktoken_encoding(ranks: dict[bytes, int], path: object, pattern: Any = None) -> Any:

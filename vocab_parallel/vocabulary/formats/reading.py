@@ -9,13 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from vocab_parallel.errors import VocabularyError
-from vocab_parallel.vocabulary.files import parse_json, read_bytes, shortened
-from vocab_parallel.vocabulary.formats.tables import TIKTOKEN_LINE, from_sentencepiece, from_tekken, from_tiktoken
-from vocab_parallel.vocabulary.formats.tokenizer_json import from_tokenizer_json, read_beside
-from vocab_parallel.vocabulary.identity import FORMAT, VocabIdentity
+from vocab_parallel.vocabulary.files import Packed, parse_json, read_bytes, require_file, shortened
+from vocab_parallel.vocabulary.formats.tables import (
+    TIKTOKEN_LINE,
+    from_sentencepiece,
+    from_tekken,
+    from_tiktoken,
+    pack_ranks,
+)
+from vocab_parallel.vocabulary.formats.tokenizer_json import from_tokenizer_json, pack_merges, pack_words, read_beside
+from vocab_parallel.vocabulary.identity import FORMAT, VocabIdentity, pack_texts
+from vocab_parallel.vocabulary.json_stream import begins_with_object, parse_packed
 
 # A tokenizer is what emits the ids; a table beside it may be of before its last change, and encodes nothing.
 IN_FOLDER = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocabulary.json")
+PACKERS = {
+    ("vocab",): pack_ranks, ("model", "vocab"): pack_words, ("model", "merges"): pack_merges, ("tokens",): pack_texts,
+}  # fmt: skip
 KNOWN = "a tokenizer.json, a tiktoken or Tekken table, a SentencePiece model, or a vocabulary.json of this package"
 
 
@@ -44,14 +54,13 @@ def read_vocabulary(
         OSError: the file is missing or cannot be read.
     """
     path, folder = find_file(path)
-    data = read_bytes(path)
-    form, parsed = tell(data, path)
+    form, parsed = open_vocabulary_file(path)
     if special_tokens and form != "tiktoken":
         raise VocabularyError(f"{path}: special_tokens are for .tiktoken tables; this is {form}, which lists its own")
     if form == "tiktoken":
-        found = from_tiktoken(data, path, special_tokens or {})
+        found = from_tiktoken(parsed, path, special_tokens or {})
     elif form == "sentencepiece":
-        found = from_sentencepiece(data, path)
+        found = from_sentencepiece(parsed, path)
     elif form == "tekken":
         found = from_tekken(parsed, path)
     elif form == "table":
@@ -79,6 +88,20 @@ def find_file(path: str | os.PathLike[str]) -> tuple[Path, Path | None]:
     )
 
 
+def open_vocabulary_file(path: Path) -> tuple[str, Any]:
+    """The format, as `tell` says, and the content: bytes, or the JSON with its long lists packed.
+
+    Raises:
+        VocabularyError: no format that is known here, or broken JSON.
+        OSError: the file is missing or cannot be read.
+    """
+    if begins_with_object(path := require_file(path)):
+        parsed = parse_packed(path, PACKERS)
+        return _tell_json(parsed, path), parsed
+    data = read_bytes(path)
+    return tell(data, path)[0], data
+
+
 def tell(data: bytes, path: object) -> tuple[str, Any]:
     """The format: tokenizer.json, tekken, table, tiktoken or sentencepiece; and the JSON, if it is one.
 
@@ -102,7 +125,8 @@ def _tell_json(parsed: dict[str, Any], path: object) -> str:
         return "table"
     if isinstance(parsed.get("model"), dict):
         return "tokenizer.json"
-    if isinstance(parsed.get("vocab"), list) and isinstance(parsed.get("config"), dict):
+    vocab = parsed.get("vocab")
+    if (vocab.kind if isinstance(vocab, Packed) else type(vocab)) is list and isinstance(parsed.get("config"), dict):
         return "tekken"
     keys = ", ".join(shortened(key, 20) for key in list(parsed)[:5]) or "none"
     raise VocabularyError(f"{path}: JSON with the keys {keys}: no vocabulary; expected {KNOWN}")

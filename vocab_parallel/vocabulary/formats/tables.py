@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import re
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vocab_parallel.errors import VocabularyError
-from vocab_parallel.vocabulary.files import MAX_IDS, Reader, shortened, text_bytes
-from vocab_parallel.vocabulary.identity import VocabIdentity
+from vocab_parallel.vocabulary.files import MAX_IDS, Packed, Reader, shortened, text_bytes
+from vocab_parallel.vocabulary.identity import KINDS, VocabIdentity
+from vocab_parallel.vocabulary.packed import PackedBytes, PackedNames, TableEntries, all_differ
 
 TIKTOKEN_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,12})\r?")
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -36,23 +39,29 @@ class Table:
     def __init__(self, path: object, source: str) -> None:
         self.path = path
         self.source = source
-        self.entries: dict[int, tuple[str, bytes]] = {}
+        self.entries = TableEntries()
+        self.kinds = bytearray()  # of the entries
 
     def put(self, token_id: object, kind: str, token: bytes, place: str) -> None:
         """Adds the entry of an id; a second one for the same id is an error."""
         if type(token_id) is not int or not 0 <= token_id < MAX_IDS:
             what = f"expected an id in [0, {MAX_IDS:,}), found {shortened(token_id)}"
             raise VocabularyError(f"{self.path}: {place}: {what}")
-        if token_id in self.entries:
-            there = shortened(self.entries[token_id][1])
+        if (there_place := self.entries.place(token_id)) >= 0:
+            there = shortened(self.entries.content(there_place))
             raise VocabularyError(
                 f"{self.path}: {place}: id {token_id} is {shortened(token)} here and {there} in an earlier entry"
             )
-        self.entries[token_id] = (kind, token)
+        self.entries.add(token_id, token)
+        self.kinds.append(KINDS.index(kind))
 
     def find(self, kind: str, token: bytes) -> int | None:
         """The lowest id with this kind and these bytes."""
-        return min((token_id for token_id, entry in self.entries.items() if entry == (kind, token)), default=None)
+        code, ids = KINDS.index(kind), self.entries.ids
+        return min(
+            (ids[at] for at, one in enumerate(self.kinds) if one == code and self.entries.content(at) == token),
+            default=None,
+        )
 
     def identity(
         self, special_ids: Mapping[str, int], added: Sequence[int] = (), size: int | None = None
@@ -67,15 +76,17 @@ class Table:
         Raises:
             VocabularyError: no entries, or ids so far apart that the file must be broken.
         """
-        if not self.entries:
+        if not len(self.entries):
             raise VocabularyError(f"{self.path}: no tokens in this {self.source} file")
-        last = max(self.entries)
+        last = max(self.entries.ids)
         size = last + 1 if size is None else size
         if size > 4 * len(self.entries) + SPARE_IDS:
-            what = f"{len(self.entries):,} tokens, but ids up to {size - 1:,} (the last, {last:,}, is "
-            raise VocabularyError(f"{self.path}: {what}{shortened(self.entries[last][1])}); is an id damaged?")
-        rows = [self.entries.get(token_id, ("unused", b"")) for token_id in range(size)]
-        tokens, kinds = tuple(token for _, token in rows), tuple(kind for kind, _ in rows)
+            there = shortened(self.entries.content(self.entries.place(last)))
+            what = f"{len(self.entries):,} tokens, but ids up to {size - 1:,} (the last, {last:,}, is {there})"
+            raise VocabularyError(f"{self.path}: {what}; is an id damaged?")
+        places = array("i", map(self.entries.place, range(size)))
+        tokens = PackedBytes(self.entries.content(at) if at >= 0 else b"" for at in places)
+        kinds = PackedNames(KINDS, bytes(self.kinds[at] if at >= 0 else KINDS.index("unused") for at in places))
         try:
             return VocabIdentity(tokens, kinds, special_ids, tuple(added), self.source)
         except VocabularyError as error:
@@ -96,7 +107,12 @@ def from_tiktoken(data: bytes, path: object, special_tokens: Mapping[str, int]) 
         VocabularyError: a line of another form, or an id twice.
     """
     table = Table(path, "tiktoken")
-    for token, rank in tiktoken_ranks(data, path).items():
+    try:
+        different = all_differ(array("q", (hash(token) for _, token, _ in _tiktoken_lines(data, path))))
+    except VocabularyError:
+        different = False  # which of the errors is the first, `tiktoken_ranks` says
+    lines = ((token, rank) for _, token, rank in _tiktoken_lines(data, path))
+    for token, rank in lines if different else tiktoken_ranks(data, path).items():
         table.put(rank, "normal", token, f"rank {rank}")
     for text, token_id in special_tokens.items():
         place = f"special token {shortened(text)}"
@@ -107,7 +123,16 @@ def from_tiktoken(data: bytes, path: object, special_tokens: Mapping[str, int]) 
 def tiktoken_ranks(data: bytes, path: object) -> dict[bytes, int]:
     """Rank by token bytes."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(data.split(b"\n"), 1):
+    for number, token, rank in _tiktoken_lines(data, path):
+        if ranks.setdefault(token, rank) != rank:
+            raise VocabularyError(f"{path}: line {number}: {shortened(token)} has ranks {ranks[token]} and {rank}")
+    return ranks
+
+
+def _tiktoken_lines(data: bytes, path: object) -> Iterator[tuple[int, bytes, int]]:
+    """The number, the token and the rank of each line that is not empty."""
+    for number, line in enumerate(io.BytesIO(data), 1):
+        line = line.removesuffix(b"\n")
         if not line.strip():
             continue
         found = TIKTOKEN_LINE.fullmatch(line)
@@ -115,9 +140,7 @@ def tiktoken_ranks(data: bytes, path: object) -> dict[bytes, int]:
         if found is None or token is None:
             what = f"expected base64 and a rank, found {shortened(line)}"
             raise VocabularyError(f"{path}: line {number}: {what}. Is the file complete?")
-        if ranks.setdefault(token, rank := int(found[2])) != rank:
-            raise VocabularyError(f"{path}: line {number}: {shortened(token)} has ranks {ranks[token]} and {rank}")
-    return ranks
+        yield number, token, int(found[2])
 
 
 def from_tekken(data: object, path: object) -> VocabIdentity:
@@ -126,8 +149,9 @@ def from_tekken(data: object, path: object) -> VocabIdentity:
     Raises:
         VocabularyError: not such a file, or fewer ranks than its size needs.
     """
-    size, count, ranks = tekken_ranks(data, path)
     reader = Reader(data, path)
+    size, count = _tekken_sizes(reader)
+    ranks = _tekken_ranks(reader, size - count)
     table = Table(path, "tekken")
     listed = reader.get("special_tokens", list, None)
     if listed is None:
@@ -139,32 +163,77 @@ def from_tekken(data: object, path: object) -> VocabIdentity:
             raise token.error(token.place, f"rank {shortened(rank)} is outside the {count} special ids")
         table.put(rank, "special", text_bytes(text, path, token.place), token.place)
     for rank in range(count):
-        if rank not in table.entries:
+        if table.entries.place(rank) < 0:
             table.put(rank, "special", f"<SPECIAL_{rank}>".encode(), "special ids")
-    for bytes_, rank in ranks.items():
+    for rank, bytes_ in ranks:
         table.put(rank + count, "normal", bytes_, f"rank {rank}")
     found = {role: table.find("special", name) for role, name in TEKKEN_ROLES.items()}
     special_ids = {role: token_id for role, token_id in found.items() if token_id is not None}
     return table.identity(special_ids, size=size)
 
 
+class PackedRanks(Packed):
+    """The list "vocab" of a Tekken file: tokens by rank."""
+
+    def __init__(self, entries: TableEntries) -> None:
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def first(self, count: int, reader: Reader) -> Iterator[tuple[int, bytes]]:
+        """The ranks below `count`, each with its token, in the order of the file."""
+        ids = self._entries.ids
+        if (found := sum(rank < count for rank in ids)) != count:
+            raise _ranks_missing(reader, count, found)
+        return ((rank, self._entries.content(at)) for at, rank in enumerate(ids) if rank < count)
+
+
+def pack_ranks(kind: type, entries: Iterator[tuple[Any, Any]]) -> PackedRanks:
+    """Packs the tokens of a Tekken file, see `json_stream`; each rank and each token once."""
+    found, hashes = TableEntries(), array("q")
+    for _, entry in entries:
+        rank, text = (entry.get("rank"), entry.get("token_bytes")) if isinstance(entry, dict) else (None, None)
+        token = _base64(text.encode()) if isinstance(text, str) else None
+        if token is None or type(rank) is not int or not 0 <= rank < MAX_IDS or found.place(rank) >= 0:
+            raise ValueError("unusual")
+        found.add(rank, token)
+        hashes.append(hash(token))
+    if kind is list and all_differ(hashes):
+        return PackedRanks(found)
+    raise ValueError("unusual")
+
+
 def tekken_ranks(data: object, path: object) -> tuple[int, int, dict[bytes, int]]:
     """The number of ids, how many of them are special, and the rank of each token that has an id."""
     reader = Reader(data, path)
+    size, count = _tekken_sizes(reader)
+    return size, count, {token: rank for rank, token in _tekken_ranks(reader, size - count)}
+
+
+def _tekken_sizes(reader: Reader) -> tuple[int, int]:
+    """The number of ids, and how many of them are special."""
     config = reader.inside("config")
     size, count = config.get("default_vocab_size", int), config.get("default_num_special_tokens", int)
-    entries = reader.get("vocab", list)
+    entries = len(reader.get("vocab", list))
     if not 0 <= count <= MAX_SPECIAL:
         raise config.error(config.place, f"default_num_special_tokens: {shortened(count)} outside [0, {MAX_SPECIAL}]")
-    if not count <= size <= count + len(entries):
-        what = f"default_vocab_size: {shortened(size)}, but {count} special ids and {len(entries)} entries of vocab"
+    if not count <= size <= count + entries:
+        what = f"default_vocab_size: {shortened(size)}, but {count} special ids and {entries} entries of vocab"
         raise config.error(config.place, what)
+    return size, count
+
+
+def _tekken_ranks(reader: Reader, room: int) -> Iterator[tuple[int, bytes]]:
+    """The ranks below `room`, each with its token."""
     ranks: dict[bytes, int] = {}
-    for place, entry in enumerate(entries):
+    if isinstance(vocab := reader.get("vocab", list), PackedRanks):
+        return vocab.first(room, reader)
+    for place, entry in enumerate(vocab):
         rank, text = (entry.get("rank"), entry.get("token_bytes")) if isinstance(entry, dict) else (None, None)
         if type(rank) is not int or not isinstance(text, str):
             raise reader.error(f"vocab[{place}]", f"expected rank and token_bytes, found {shortened(entry)}")
-        if rank >= size - count:
+        if rank >= room:
             continue  # the file lists more ranks than the vocabulary uses
         found = _base64(text.encode("utf-8", "replace"))
         if found is None or rank < 0:
@@ -172,9 +241,13 @@ def tekken_ranks(data: object, path: object) -> tuple[int, int, dict[bytes, int]
             raise reader.error(f"vocab[{place}]", what)
         if ranks.setdefault(found, rank) != rank:
             raise reader.error(f"vocab[{place}]", f"{shortened(found)} has ranks {ranks[found]} and {rank}")
-    if len(ranks) != size - count or len(set(ranks.values())) != len(ranks):
-        raise reader.error("vocab", f"expected each rank below {size - count:,} once, found {len(ranks):,} tokens")
-    return size, count, ranks
+    if len(ranks) != room or len(set(ranks.values())) != len(ranks):
+        raise _ranks_missing(reader, room, len(ranks))
+    return ((rank, token) for token, rank in ranks.items())
+
+
+def _ranks_missing(reader: Reader, room: int, found: int) -> VocabularyError:
+    return reader.error("vocab", f"expected each rank below {room:,} once, found {found:,} tokens")
 
 
 def from_sentencepiece(data: bytes, path: object) -> VocabIdentity:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vocab_parallel.errors import VocabularyError
-from vocab_parallel.vocabulary.files import Reader, parse_json, read_bytes, shortened, text_bytes
+from vocab_parallel.vocabulary.files import MAX_IDS, Packed, Reader, parse_json, read_bytes, shortened, text_bytes
 from vocab_parallel.vocabulary.formats.tables import BYTE_PIECE, Table
 from vocab_parallel.vocabulary.identity import ROLES, VocabIdentity
+from vocab_parallel.vocabulary.packed import TableEntries, all_differ
 
 SOURCE = "tokenizer.json"
 ROLE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -46,8 +48,9 @@ def from_tokenizer_json(data: object, path: object, beside: Beside | None = None
     table = Table(path, SOURCE)
     decode = _Decoder(reader)
     words = _model_words(reader.inside("model"))
-    added = _added_tokens(reader)
-    ids = _given_ids(reader, words, added)
+    added, beside = _added_tokens(reader), beside or Beside({})
+    named = {content for content, _ in added.values()}.union(beside.roles.values(), beside.listed)
+    ids = _given_ids(reader, words, added, named)
     unknown = _unknown(reader.inside("model"), words)
     for token_id, content in words.items():
         if token_id in added:
@@ -63,7 +66,7 @@ def from_tokenizer_json(data: object, path: object, beside: Beside | None = None
             table.put(token_id, "special", text_bytes(content, path, place), place)
         else:
             table.put(token_id, "normal", decode.added(content, place), place)
-    return table.identity(_role_ids(beside or Beside({}), ids, unknown, path), list(added))
+    return table.identity(_role_ids(beside, ids, unknown, path), list(added))
 
 
 def read_beside(folder: Path) -> Beside:
@@ -142,9 +145,68 @@ def _mark(step: dict[str, Any]) -> str | None:
     return mark if isinstance(mark, str) and len(mark) == 1 and not mark.isspace() else None
 
 
-def _model_words(model: Reader) -> dict[int, str]:
+class PackedWords(Packed, Mapping[int, str]):
+    """The "vocab" of a model: content by id, in the order of the file."""
+
+    def __init__(self, kind: type, entries: TableEntries) -> None:
+        self.kind, self._entries = kind, entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries.ids)
+
+    def __getitem__(self, token_id: int) -> str:
+        if (place := self._entries.place(token_id)) < 0:
+            raise KeyError(token_id)
+        return self._entries.content(place).decode()
+
+    def items(self) -> Any:
+        """Each id with its content."""
+        return zip(self._entries.ids, map(bytes.decode, self._entries.contents()), strict=True)
+
+
+def pack_words(kind: type, entries: Iterator[tuple[Any, Any]]) -> PackedWords:
+    """Packs the "vocab" of a model, see `json_stream`; each id, and each content of an object, once."""
+    found, hashes = TableEntries(), array("q")
+    for key, value in entries:
+        token_id, content = value, key
+        if kind is list:
+            token_id, content = key, value[0] if isinstance(value, list) and value else None
+        else:
+            hashes.append(hash(content))
+        good = type(token_id) is int and 0 <= token_id < MAX_IDS and isinstance(content, str)
+        if not good or found.place(token_id) >= 0:
+            raise ValueError("unusual")
+        found.add(token_id, content.encode())
+    if not all_differ(hashes):
+        raise ValueError("unusual")
+    return PackedWords(kind, found)
+
+
+class PackedMerges(Packed):
+    """The "merges" of a model: only their number."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def pack_merges(kind: type, entries: Iterator[tuple[Any, Any]]) -> PackedMerges:
+    """Counts the "merges" of a model, see `json_stream`: they say nothing of the table."""
+    if kind is not list:
+        raise ValueError("no list")
+    return PackedMerges(sum(1 for _ in entries))
+
+
+def _model_words(model: Reader) -> Mapping[int, str]:
     """Content by id."""
-    vocab = model.get("vocab", (dict, list))
+    vocab: Any = model.get("vocab", (dict, list))
+    if isinstance(vocab, PackedWords):
+        return vocab
     words: dict[int, str] = {}
     if isinstance(vocab, list):  # Unigram: [piece, score], by id
         for token_id, pair in enumerate(vocab):
@@ -173,13 +235,15 @@ def _added_tokens(reader: Reader) -> dict[int, tuple[str, bool]]:
     return added
 
 
-def _given_ids(reader: Reader, words: Mapping[int, str], added: Mapping[int, tuple[str, bool]]) -> dict[str, int]:
-    """Id by content, as the tokenizers library gives them when it loads the file.
+def _given_ids(
+    reader: Reader, words: Mapping[int, str], added: Mapping[int, tuple[str, bool]], named: Container[str]
+) -> dict[str, int]:
+    """Id by content of what is `named`, as the tokenizers library gives them when it loads the file.
 
     It does not take an added token's id from the file, but gives it that of an equal token of the model, else the next
     free one. Where these differ a text gets other rows than the file says (huggingface/transformers#48446).
     """
-    known, last = {content: token_id for token_id, content in words.items()}, -1
+    known, last = {content: token_id for token_id, content in words.items() if content in named}, -1
     for token_id, (content, _) in added.items():
         if content and content not in known:  # it leaves an empty one out
             last = known[content] = max(last + 1, len(words))
@@ -198,9 +262,10 @@ def _given_ids(reader: Reader, words: Mapping[int, str], added: Mapping[int, tup
 
 def _unknown(model: Reader, words: Mapping[int, str]) -> int | None:
     """The id of the model's own unknown token."""
-    if isinstance(model.value.get("vocab"), list):
+    vocab = model.value.get("vocab")
+    if (vocab.kind if isinstance(vocab, Packed) else type(vocab)) is list:
         number = model.get("unk_id", int, None)
-        return number if number in words else None
+        return None if number is None or number not in words else number
     content = model.get("unk_token", str, None)
     return None if content is None else next((key for key, word in words.items() if word == content), None)
 

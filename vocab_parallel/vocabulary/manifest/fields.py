@@ -140,12 +140,15 @@ class PolicyContract:
 
     Attributes:
         transforms: In the order in which they are applied, each with its "name" and its parameters.
+        logprobs: Of which distribution the log-probabilities are that are reported with the tokens: the "processed"
+            one that they are chosen from, or the "raw" one of the logits.
     """
 
     transforms: tuple[Mapping[str, Any], ...] = ()
     selector: str = "sample"
     fallback: str | Mapping[str, Any] = "error"
     stop_ids: tuple[int, ...] = ()
+    logprobs: str = "processed"
     special_ids: Mapping[str, int] = field(default_factory=dict)
     vocab_size: int | None = None
     name: str = "policy"
@@ -153,6 +156,7 @@ class PolicyContract:
 
     def __post_init__(self) -> None:
         choice("policy.selector", self.selector, ("sample", "greedy"))
+        choice("policy.logprobs", self.logprobs, ("raw", "processed"))
         transforms = plain(self.transforms, "policy.transforms")
         object.__setattr__(self, "transforms", tuple(transforms))
         object.__setattr__(self, "fallback", plain(self.fallback, "policy.fallback"))
@@ -161,10 +165,10 @@ class PolicyContract:
         check_ids("policy.stop_ids", self.stop_ids, 2**31)
 
     @classmethod
-    def of(cls, policy: Any, stop_ids: Collection[int] = ()) -> PolicyContract:
+    def of(cls, policy: Any, stop_ids: Collection[int] = (), logprobs: str = "processed") -> PolicyContract:
         """Of a `Policy` or of its `to_dict`."""
         data = plain(policy if isinstance(policy, Mapping) else policy.to_dict(), "policy")
-        made: PolicyContract = parse(cls, {**data, "stop_ids": list(stop_ids)}, "policy")
+        made: PolicyContract = parse(cls, {**data, "stop_ids": list(stop_ids), "logprobs": logprobs}, "policy")
         return made
 
     def policy_dict(self) -> dict[str, Any]:

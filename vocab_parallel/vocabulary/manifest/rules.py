@@ -94,6 +94,7 @@ RULES = (
     Rule("policy.selector", _COMPARE, "a greedy choice is compared with a draw"),
     Rule("policy.fallback", _COMPARE, "rows without a legal token end differently"),
     Rule("policy.stop_ids", _COMPARE, "texts end at different tokens, so lengths and scores differ"),
+    Rule("policy.logprobs", _COMPARE, "log-probabilities of the model are read as those of what was drawn from"),
     Rule("policy.special_ids", (), "names in a trace only"),
     Rule("policy.vocab_size", (), "checked against vocabulary.size on each side", informational=True),
     _read_only("policy.name", "a name only"),

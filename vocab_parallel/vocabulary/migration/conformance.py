@@ -1,13 +1,8 @@
-"""What a migration must have kept, compared row by row: the bits of kept rows, their raw logits, and who owns them.
-
-The core reads tables through functions, block by block, so that it serves live shards and checkpoints alike. Of a table
-it keeps a 64-bit hash of each row and the logits of a few fixed hidden rows: the old table need not live on.
-"""
+"""What a migration must have kept, compared row by row: the bits of kept rows, their raw logits, and who owns them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,99 +11,7 @@ from torch import Tensor
 
 from vocab_parallel.errors import VocabularyError
 from vocab_parallel.vocabulary.mapping import VocabMap
-from vocab_parallel.vocabulary.migration.normal_rows import normal_rows
-
-RowReader = Callable[[int, int], Tensor]  # (start, stop) -> rows [stop - start, ...] of these consecutive ids
-
-HIDDEN_ROWS = 4
-_READ, _NUMBERS = 2**18, 2**16  # numbers that are read, and that are worked on at a time (512 KiB of float64)
-_MIX = [word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]  # splitmix64's
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, eq=False)
-class TableRecord:
-    """What is remembered of one table, of its `V` real rows in order of their ids.
-
-    Attributes:
-        hashes: Of the bits of each row.
-        logits: Of each id for the fixed hidden rows; None of what is no head.
-    """
-
-    name: str
-    dtype: str
-    row_shape: tuple[int, ...]
-    hashes: Tensor  # int64 [V]
-    logits: Tensor | None = None  # float64 [V, H]
-
-
-def record_table(
-    name: str,
-    read: RowReader,
-    start: int,
-    stop: int,
-    *,
-    hidden: Tensor | None = None,  # float64 [H, D]
-    bias: RowReader | None = None,
-) -> TableRecord:
-    """Records the rows of ids `[start, stop)`.
-
-    Args:
-        read: Called for consecutive blocks; of a 0-row range not at all.
-        hidden: For a head: `fixed_hidden(D)`.
-        bias: Of the head.
-
-    Memory:
-        One block, and `8 (1 + H)` bytes a row.
-    """
-    sample = read(start, min(start + 1, stop)) if stop > start else None
-    row_shape = tuple(sample.shape[1:]) if sample is not None else ()
-    # Made whole at once: small pieces kept between large blocks would hold the freed blocks' memory.
-    hashes = torch.empty(stop - start, dtype=torch.int64)
-    logits = None if hidden is None else torch.empty(stop - start, len(hidden), dtype=torch.float64)
-    step, few = (max(1, numbers // max(1, math.prod(row_shape))) for numbers in (_READ, _NUMBERS))
-    for at in range(start, stop, step):
-        end = min(at + step, stop)
-        rows, place = read(at, end).detach(), slice(at - start, end - start)
-        hashes[place] = torch.cat([row_hashes(part) for part in torch.split(rows, few)])
-        if logits is not None and hidden is not None:
-            scores = torch.cat([exact_scores(part, hidden) for part in torch.split(rows, few)])
-            logits[place] = scores if bias is None else scores + bias(at, end).detach().double()[:, None]
-    dtype = str(sample.dtype).removeprefix("torch.") if sample is not None else ""
-    return TableRecord(name, dtype, row_shape, hashes, logits)
-
-
-def fixed_hidden(width: int, count: int = HIDDEN_ROWS, seed: int = 0) -> Tensor:
-    """The hidden rows that logits are compared on: float64 `[count, width]`, normal, the same everywhere."""
-    return normal_rows(range(count), width, seed)
-
-
-def exact_scores(rows: Tensor, hidden: Tensor) -> Tensor:
-    """Logits `[n, H]` in float64 that depend on nothing but the row: `rows` `[n, D]`, `hidden` `[H, D]`.
-
-    Added up along one fixed tree: a matrix product's order of additions depends on the number of rows.
-    """
-    each = []
-    for one in hidden.to(rows.device):
-        products = rows.double() * one
-        while products.shape[1] > 1:
-            half = (products.shape[1] + 1) // 2
-            folded = products[:, :half].clone()
-            folded[:, : products.shape[1] - half] += products[:, half:]
-            products = folded
-        each.append(products.sum(1))
-    return torch.stack(each, 1)
-
-
-def row_hashes(rows: Tensor) -> Tensor:
-    """64 bits of each row's bits and their places: int64 `[n]`; -0.0 and 0.0 differ, as do NaNs."""
-    size = math.prod(rows.shape[1:])
-    words = rows.contiguous().view(_WORDS.get(rows.element_size(), torch.uint8)).view(len(rows), -1)
-    places = torch.arange(1, words.shape[1] + 1, device=rows.device) * _MIX[0] if size else 0
-    mixed = words.to(torch.int64) + places
-    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-        mixed = (mixed ^ ((mixed >> shift) & (2 ** (64 - shift) - 1))) * factor
-    return (mixed ^ ((mixed >> 31) & (2**33 - 1))).sum(1)
+from vocab_parallel.vocabulary.migration.records import TableBlocks, TableRecord, row_hashes
 
 
 @dataclass(frozen=True)
@@ -183,7 +86,7 @@ class ConformanceReport:
 
 
 def compare_records(
-    before: Mapping[str, TableRecord],
+    before: Mapping[str, TableRecord | TableBlocks],
     after: Mapping[str, TableRecord],
     vocab_map: VocabMap,
     *,
@@ -202,14 +105,13 @@ def compare_records(
         lost, extra = sorted(set(before) - set(after)), sorted(set(after) - set(before))
         checks.append(Check("tables", False, f"lost: {lost}; not there before: {extra}"))
         names = [name for name in names if name in after]
-    for name in names:
-        checks.append(_rows_kept(before[name], after[name], vocab_map))
+    kept = {name: _Kept(name, before[name], after[name], vocab_map) for name in names}
+    checks += [kept[name].rows() for name in names]
     for name in zero:
         if name in after:
             checks.append(_new_rows_zero(after[name], vocab_map))
-    heads = [name for name in names if before[name].logits is not None and after[name].logits is not None]
-    checks += [_logits_kept(before[name], after[name], vocab_map) for name in heads]
-    masses = {name: new_mass(logits, vocab_map) for name in heads if (logits := after[name].logits) is not None}
+    checks += [check for name in names if (check := kept[name].logits()) is not None]
+    masses = {name: new_mass(logits, vocab_map) for name in names if (logits := after[name].logits) is not None}
     return ConformanceReport((*checks, *more), masses)
 
 
@@ -221,22 +123,62 @@ def new_mass(logits: Tensor, vocab_map: VocabMap) -> NewMass:  # logits: float64
     return NewMass(probabilities.mean().item(), probabilities.amax().item(), share)
 
 
-def _rows_kept(before: TableRecord, after: TableRecord, vocab_map: VocabMap) -> Check:
-    name = f"rows of {before.name}"
-    if (before.dtype, before.row_shape) != (after.dtype, after.row_shape):
-        was, now = (f"{one.dtype} rows {list(one.row_shape)}" for one in (before, after))
-        return Check(name, False, f"{was} became {now}")
-    sizes = (len(before.hashes), len(after.hashes))
-    if sizes != (vocab_map.old_size, vocab_map.new_size):
-        return Check(name, False, f"{sizes[0]} became {sizes[1]}, the map is {vocab_map.old_size} to "
-                     f"{vocab_map.new_size}")  # fmt: skip
-    old, new = _kept(vocab_map)
-    wrong = (before.hashes[old] != after.hashes[new]).nonzero()[:, 0]
-    if len(wrong):
-        at = int(wrong[0])
-        return Check(name, False, f"{len(wrong)} of {len(old)} kept rows have other bits, the first is old id "
-                     f"{int(old[at])}, new id {int(new[at])}")  # fmt: skip
-    return Check(name, True, f"{len(old)} kept rows have the same bits")
+class _Kept:
+    """Whether kept ids have the same bits and the same logits as before, by one pass over the rows of before."""
+
+    def __init__(self, name: str, before: TableRecord | TableBlocks, after: TableRecord, vocab_map: VocabMap) -> None:
+        self.name, self.kept, self.wrong = name, vocab_map.kept, ""
+        self._bits, self._scores, self._largest, self._hidden = _Differing(), _Differing(), 0.0, 0
+        if (before.dtype, before.row_shape) != (after.dtype, after.row_shape):
+            was, now = (f"{one.dtype} rows {list(one.row_shape)}" for one in (before, after))
+            self.wrong = f"{was} became {now}"
+        elif (before.size, after.size) != (vocab_map.old_size, vocab_map.new_size):
+            self.wrong = f"{before.size} became {after.size}, the map is {vocab_map.old_size} to {vocab_map.new_size}"
+        if not self.wrong:
+            for at, hashes, logits in before.blocks():
+                self._see(at, hashes, logits, after, vocab_map.old_to_new[at : at + len(hashes)])
+
+    def _see(self, at: int, hashes: Tensor, logits: Tensor | None, after: TableRecord, new: Tensor) -> None:
+        here = (new >= 0).nonzero()[:, 0]
+        old, new = here + at, new[here]
+        self._bits.add(hashes[here] != after.hashes[new], old, new)
+        if logits is not None and after.logits is not None and len(here):
+            was, now = logits[here], after.logits[new]
+            self._scores.add(((was != now) & ~(was.isnan() & now.isnan())).any(1), old, new)
+            self._largest = max(self._largest, (was - now).abs_().nan_to_num_().amax().item())
+            self._hidden = was.shape[1]
+
+    def rows(self) -> Check:
+        """Of the bits."""
+        name, bits = f"rows of {self.name}", self._bits
+        if self.wrong or bits.count:
+            what = self.wrong or f"{bits.count} of {self.kept} kept rows have other bits, the first is {bits.first}"
+            return Check(name, False, what)
+        return Check(name, True, f"{self.kept} kept rows have the same bits")
+
+    def logits(self) -> Check | None:
+        """Of the logits; None of what is no head."""
+        name, scores = f"raw logits of {self.name}", self._scores
+        if not self._hidden:
+            return None
+        if scores.count:
+            what = f"{scores.count} of {self.kept} kept ids differ, by at most {self._largest:.3g}"
+            return Check(name, False, f"{what}; the first is {scores.first}")
+        return Check(name, True, f"{self.kept} kept ids give the same on {self._hidden} hidden rows")
+
+
+class _Differing:
+    """Counts what differs, and keeps the first."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, ""
+
+    def add(self, differs: Tensor, old: Tensor, new: Tensor) -> None:
+        """Takes in some ids."""
+        at = differs.nonzero()[:, 0]
+        if len(at) and not self.count:
+            self.first = f"old id {int(old[at[0]])}, new id {int(new[at[0]])}"
+        self.count += len(at)
 
 
 def _new_rows_zero(after: TableRecord, vocab_map: VocabMap) -> Check:
@@ -247,24 +189,3 @@ def _new_rows_zero(after: TableRecord, vocab_map: VocabMap) -> Check:
     if len(wrong):
         return Check(name, False, f"{len(wrong)} of {len(ids)} are not zero, the first is id {int(wrong[0])}")
     return Check(name, True, f"{len(ids)} are zero")
-
-
-def _logits_kept(before: TableRecord, after: TableRecord, vocab_map: VocabMap) -> Check:
-    assert before.logits is not None and after.logits is not None
-    old, new = _kept(vocab_map)
-    name = f"raw logits of {before.name}"
-    differ, largest = torch.zeros(len(old), dtype=torch.bool), 0.0
-    for one, other in zip(before.logits.unbind(1), after.logits.unbind(1), strict=True):  # of one hidden row
-        was, now = one[old], other[new]
-        differ |= (was != now) & ~(was.isnan() & now.isnan())
-        largest = max(largest, (was - now).abs_().nan_to_num_().amax().item() if len(old) else 0.0)
-    if bool(differ.any()):
-        at = int(differ.nonzero()[0, 0])
-        return Check(name, False, f"{int(differ.sum())} of {len(old)} kept ids differ, by at most {largest:.3g}; the "
-                     f"first is old id {int(old[at])}, new id {int(new[at])}")  # fmt: skip
-    return Check(name, True, f"{len(old)} kept ids give the same on {before.logits.shape[1]} hidden rows")
-
-
-def _kept(vocab_map: VocabMap) -> tuple[Tensor, Tensor]:
-    new = (vocab_map.new_to_old >= 0).nonzero()[:, 0].cpu()
-    return vocab_map.new_to_old.cpu()[new], new

@@ -19,14 +19,16 @@ from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration.conformance import (
     Check,
     ConformanceReport,
-    RowReader,
-    TableRecord,
     compare_records,
-    fixed_hidden,
-    record_table,
 )
 from vocab_parallel.vocabulary.migration.model_parts import several, vocabulary_shard
 from vocab_parallel.vocabulary.migration.moving import as_row_bytes
+from vocab_parallel.vocabulary.migration.records import (
+    RowReader,
+    TableRecord,
+    fixed_hidden,
+    record_table,
+)
 from vocab_parallel.vocabulary.ownership import verify_ownership
 from vocab_parallel.vocabulary.row_states import is_master_weight, is_row_state
 

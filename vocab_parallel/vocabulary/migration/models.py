@@ -37,8 +37,9 @@ def migrate_model_(
     configurations repeat sizes and ids of special tokens they are corrected.
 
     From then on `verify_ownership(model, optimizer)`, which `verify_tied` calls, and the first step refuse another
-    optimizer without the migrated state, and this one refuses to load a state from before. What else holds
-    the old shard or Parameters (a `PipelineTie`, an average of weights) is to be built anew.
+    optimizer without the migrated state, or one that still holds the old Parameters, and this one refuses to load a
+    state from before. What else holds the old shard or Parameters (a `PipelineTie`, an average of weights) is to be
+    built anew.
 
     Args:
         model: With one vocabulary over one group of ranks. Not wrapped by data-parallel wrappers.
@@ -172,8 +173,7 @@ def _swap(
         setattr(holder, key, value)
     for module in parts.modules:
         set_mark(module, mark)
-    if mark.had_state:
-        guard_steps(fresh.values(), mark)
+    guard_steps(fresh.values(), mark)
 
 
 def _swap_states(

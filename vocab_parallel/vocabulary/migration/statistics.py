@@ -19,7 +19,7 @@ _BITS = 36
 _MOST_ROWS = 2 ** (62 - _BITS)
 _HALF = _BITS // 2
 _LOWEST_EXPONENT = -900  # smaller columns count as this large: their scale would overflow
-_NUMBERS = 2**17  # that are worked on at a time: 1 MiB of float64
+_NUMBERS = 2**15  # that are worked on at a time: 256 KiB of float64
 
 Blocks = Callable[[], Iterable[tuple[int, Tensor]]]  # gives (first id, rows [n, ...]) block by block, each time anew
 
