@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "pretrain a small language model, checked step by step against a single-rank oracle",
     "generate": "continue a prompt from a run folder",
     "doctor": "print environment and layout, and test every operation on the ranks it runs on",
+    "verify": "climb the evaluation ladder with your own head, vocabulary, ranks and host, and report it",
     "plan": "predict time, memory and bytes of each schedule of the loss, with advice",
     "bench": "time the loss beside other libraries, or selection beside gathering, with bytes and collectives",
     "report": "rebuild a run folder's report.html",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from vocab_parallel.app import config as configs
 from vocab_parallel.app import runlog
+from vocab_parallel.app.comparing import attempt
 from vocab_parallel.app.config import Config
 from vocab_parallel.app.job import Job, join
 from vocab_parallel.app.selftests import SelfTests
@@ -69,16 +70,12 @@ def _layout(config: Config, job: Job) -> VocabLayout:
 
 def _run(job: Job, name: str, test: Callable[[], float], limit: float) -> bool:
     """Runs one self-test and prints its line. A failure of any rank is a failure on all."""
-    words = ""
-    try:
-        error = test()
-    except (RuntimeError, ValueError, AssertionError) as raised:
-        error, words = float("inf"), f"  {type(raised).__name__}: {raised}"
-    largest = max(job.gather(error if error == error else float("inf")))
+    error, words = attempt(test)
+    largest = max(job.gather(error))
     passed = bool(largest <= limit)
-    job.say(f"  {'pass' if passed else 'FAIL'}  {name:<52}  {largest:9.2e}  limit {limit:.0e}{words}")
-    if words and not job.first:
-        print(f"rank {job.rank}: {name}:{words}", flush=True)
+    job.say(f"  {'pass' if passed else 'FAIL'}  {name:<52}  {largest:9.2e}  limit {limit:.0e}")
+    if words:
+        print(f"rank {job.rank}: {name}:  {words}", flush=True)
     return passed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -119,7 +120,8 @@ def _rows_of_replicas(job: Job, rows: Tensor) -> Tensor:
 
 
 def _relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-30))
+    error = float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-30))
+    return math.inf if math.isnan(error) else error  # a later `max` would lose a NaN
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from typing import Any
 
 from vocab_parallel.app import runlog
 from vocab_parallel.errors import ConfigError
+from vocab_parallel.vocabulary.files import read_bytes
 from vocab_parallel.vocabulary.manifest import Manifest
 
+_LARGEST_TEXT = 2**27
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -37,10 +39,19 @@ def write(folder: Path) -> Path:
         raise ConfigError(f"{folder}/metrics.jsonl holds no step yet")
     ended = (folder / "summary.json").is_file()
     summary = runlog.read_json(folder, "summary.json") if ended else None
-    page = _page(folder, manifest, rows, summary)
+    try:
+        page = _page(folder, manifest, rows, summary)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConfigError(f"{folder}: its files are not as `train` writes them ({what})") from error
     path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    runlog.write_whole(path, page)
     return path
+
+
+def document(title: str, body: str) -> str:
+    """A whole HTML page; `body` is HTML, `title` text."""
+    return _TEMPLATE.format(title=html.escape(title), style=_STYLE, body=body)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +98,9 @@ def _page(folder: Path, manifest: Manifest, rows: Rows, summary: Mapping[str, An
         body += ["<h2>Sample</h2>", f"<pre>{html.escape(summary['sample'])}</pre>"]
     for title, name in (("Configuration", "config.yaml"), ("Environment", "env.txt"), ("Manifest", "manifest.json")):
         path = folder / name
-        text = path.read_text(encoding="utf-8") if path.is_file() else "not there"
+        text = read_bytes(path, _LARGEST_TEXT).decode("utf-8", "replace") if path.is_file() else "not there"
         body.append(f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>")
-    return _TEMPLATE.format(title=html.escape(folder.name), style=_STYLE, body="\n".join(body))
+    return document(folder.name, "\n".join(body))
 
 
 def _closing(rows: Rows, summary: Mapping[str, Any] | None) -> str:

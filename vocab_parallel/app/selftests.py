@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel import reference
+from vocab_parallel.app.comparing import backward, difference, gradient, relative, scaled
 from vocab_parallel.app.job import Job
 from vocab_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
 from vocab_parallel.head import VocabParallelLMHead
@@ -71,11 +72,11 @@ class SelfTests:
         whole = self.table.double().requires_grad_()
         got = vocab_parallel_embedding(self.ids, weight, shard=self.shard, sequence_parallel=sequence_parallel)
         want = reference.embedding(self.ids, whole)
-        got.square().sum().backward()  # type: ignore[no-untyped-call]
-        want.square().sum().backward()  # type: ignore[no-untyped-call]
+        backward(got.square())
+        backward(want.square())
         return max(
-            _difference(got, want[self.own] if sequence_parallel else want),
-            _relative(weight.grad, self.shard.slice(_gradient(whole))),
+            difference(got, want[self.own] if sequence_parallel else want),
+            relative(weight.grad, self.shard.slice(gradient(whole))),
         )
 
     def logits_loss(self, **options: object) -> float:
@@ -84,10 +85,9 @@ class SelfTests:
         local = self.shard.slice(whole.detach().float(), dim=-1).requires_grad_()
         got = cross_entropy(local, self.target, shard=self.shard, **options)  # type: ignore[arg-type]
         want = reference.cross_entropy(whole, self.target, **options)  # type: ignore[arg-type]
-        _backward(got)
-        _backward(want)
-        scale = max(1.0, float(want.detach().abs().max()))
-        return max(_difference(got, want) / scale, _relative(local.grad, self.shard.slice(_gradient(whole), dim=-1)))
+        backward(got)
+        backward(want)
+        return max(scaled(got, want), relative(local.grad, self.shard.slice(gradient(whole), dim=-1)))
 
     def linear_loss(
         self, *, with_bias: bool = False, sequence_parallel: bool = False, reduction: str = "mean", **options: object
@@ -105,16 +105,15 @@ class SelfTests:
             whole[0], whole[1], self.target, bias=whole[2] if with_bias else None,
             reduction=reduction, **options,
         )  # fmt: skip
-        _backward(got)
-        _backward(want)
-        scale = max(1.0, float(want.detach().abs().max()))
+        backward(got)
+        backward(want)
         errors = [
-            _difference(got, want) / scale,
-            _relative(hidden.grad, _gradient(whole[0])[rows]),
-            _relative(weight.grad, self.shard.slice(_gradient(whole[1]))),
+            scaled(got, want),
+            relative(hidden.grad, gradient(whole[0])[rows]),
+            relative(weight.grad, self.shard.slice(gradient(whole[1]))),
         ]
         if with_bias:
-            errors.append(_relative(bias.grad, self.shard.slice(_gradient(whole[2]))))
+            errors.append(relative(bias.grad, self.shard.slice(gradient(whole[2]))))
         return max(errors)
 
     def logprobs(self) -> float:
@@ -122,11 +121,10 @@ class SelfTests:
         whole = reference.logits(self.hidden, self.table, self.bias).double().requires_grad_()
         local = self.shard.slice(whole.detach().float(), dim=-1).requires_grad_()
         got, want = token_logprobs(local, self.target, shard=self.shard), reference.token_logprobs(whole, self.target)
-        _backward(got.logprob + got.entropy)
-        _backward(want[0] + want[1])
-        scale = max(1.0, *(float(rows.detach().abs().max()) for rows in want))
-        errors = [_difference(rows, wanted) / scale for rows, wanted in zip(got, want, strict=True)]
-        return max(*errors, _relative(local.grad, self.shard.slice(_gradient(whole), dim=-1)))
+        backward(got.logprob + got.entropy)
+        backward(want[0] + want[1])
+        errors = [scaled(rows, wanted) for rows, wanted in zip(got, want, strict=True)]
+        return max(*errors, relative(local.grad, self.shard.slice(gradient(whole), dim=-1)))
 
     def greedy(self) -> float:
         """Rows chosen otherwise than by the oracle; must be 0."""
@@ -173,30 +171,10 @@ class SelfTests:
         whole = self.table.double().requires_grad_()
         got = head.loss(embedding(self.ids), self.target)
         want = reference.linear_cross_entropy(reference.embedding(self.ids, whole), whole, self.target)
-        _backward(got)
-        _backward(want)
-        return max(_difference(got, want), _relative(head.weight.grad, self.shard.slice(_gradient(whole))))
+        backward(got)
+        backward(want)
+        return max(difference(got, want), relative(head.weight.grad, self.shard.slice(gradient(whole))))
 
     def _coarse_logits(self) -> Tensor:
         """Logits rounded to quarters, so that rows are full of ties."""
         return (reference.logits(self.hidden, self.table) * 4).round() / 4
-
-
-def _backward(loss: Tensor) -> None:
-    loss.sum().backward()  # type: ignore[no-untyped-call]
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None, "the oracle formed no gradient"
-    return tensor.grad
-
-
-def _difference(got: Tensor, want: Tensor) -> float:
-    return float((got.detach().double() - want.detach()).abs().max()) if want.numel() else 0.0
-
-
-def _relative(got: Tensor | None, want: Tensor) -> float:
-    assert got is not None, "no gradient was formed"
-    if not want.numel():
-        return 0.0
-    return float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-3))
