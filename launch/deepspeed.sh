@@ -6,4 +6,5 @@ PATH=$(dirname "${BASH_SOURCE[0]}")/../.venv/bin:$PATH
 # DeepSpeed 0.19 uses names of collectives that torch 2.13 warns of, once a call.
 export PATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore::FutureWarning:torch.distributed.c10d_logger
 
-exec torchrun --standalone --nproc-per-node "${NPROC:-2}" -m vocab_parallel train --host deepspeed "$@"
+exec torchrun --standalone --nproc-per-node "${NPROC:-2}" --max-restarts "${RESTARTS:-0}" \
+  -m vocab_parallel train --host deepspeed "$@"

@@ -40,9 +40,8 @@ class Pending:
                 self._work.wait()
             except RuntimeError as error:
                 raise CollectiveError(
-                    f"{self._name} failed on rank {self._group.rank} of the {self._group.size} ranks that share the "
-                    f"vocabulary: {error}. Likely another rank ended or made a different call; its log has the first "
-                    "error."
+                    f"{self._name} failed on rank {self._group.rank} of the {self._group.size} ranks of its group: "
+                    f"{short(error)}. {lost_rank(error) or 'Likely another rank made a different call: see its log.'}"
                 ) from error
             self._work = self._keep = None
         return self._result
@@ -54,7 +53,25 @@ def _start(name: str, group: RankGroup, sent: int, result: Tensor, keep: Tensor,
     try:
         return Pending(name, group, result, issue(), keep)
     except RuntimeError as error:
-        raise CollectiveError(f"{name} could not start on rank {group.rank} of the group: {error}") from error
+        raise CollectiveError(
+            f"{name} could not start on rank {group.rank} of the {group.size} ranks of its group: {short(error)}. "
+            f"{lost_rank(error) or ''}".rstrip()
+        ) from error
+
+
+def lost_rank(error: BaseException) -> str | None:
+    """What a backend's error says of the other ranks, in words; None if it is about something else."""
+    text = str(error).lower()
+    if any(words in text for words in ("timed out", "timeout")):
+        return "A rank did not come in time: it hangs, it is slower than the timeout, or it makes another call."
+    if any(words in text for words in ("closed by peer", "connection reset", "broken pipe", "socketcreatefailed")):
+        return "Another rank has ended; its log has the first error."
+    return None
+
+
+def short(error: BaseException) -> str:
+    """A backend's error without what gloo adds to each of its own."""
+    return str(error).partition(" This is typically")[0].rstrip(". ")
 
 
 def all_gather(group: RankGroup, x: Tensor) -> Pending:
@@ -67,6 +84,8 @@ def all_gather(group: RankGroup, x: Tensor) -> Pending:
     sent = x.nbytes * (group.size - 1)
     mine, every = x if x.dim() == 1 else x.view(-1), flat
     if x.dtype not in _KNOWN:
+        if x.numel() < 2:  # contiguous with any stride, and as bytes only with stride 1
+            mine = mine.clone(memory_format=torch.contiguous_format)
         mine, every = mine.view(torch.uint8), flat.view(torch.uint8)
     return _start(
         "all_gather", group, sent, out, x,

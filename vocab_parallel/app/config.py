@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from vocab_parallel.app.settings import Loader, assign, build, choice, require, type_name
+from vocab_parallel.app.settings import assign, build, choice, read_yaml, require, type_name
 from vocab_parallel.errors import ConfigError
 
 HOSTS = ("plain", "deepspeed", "megatron", "transformers", "fsdp")
@@ -40,17 +40,17 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
         path = path / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"no configuration at {path}: expected a YAML file or a run folder that holds config.yaml")
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    data = read_yaml(path)
     if data is None:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of sections at the top, got {type(data).__name__}")
     for text in overrides:
         assign(data, text)
-    return from_dict(data)
+    try:
+        return from_dict(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}{', with what was given beside it' if overrides else ''}: {error}") from error
 
 
 def from_overrides(overrides: Sequence[str]) -> Config:
@@ -207,6 +207,7 @@ class Config:
 
     name: str = "run"
     runs: str = "runs"  # the folder that run folders go to
+    run: str | None = None  # this run folder: begin there, or go on from its newest checkpoint; null: a new one
     host: str = "plain"  # plain | deepspeed | megatron | transformers | fsdp: the stack that the training runs in
     host_config: str | None = None  # deepspeed: a JSON file for its engine; null: ZeRO stage 1
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
@@ -220,6 +221,8 @@ class Config:
         good = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
         require(good, "name", "letters, digits, '.', '_' and '-' only", self.name)
         choice("host", self.host, HOSTS)
+        good = self.run is None or self.train.resume is None
+        require(good, "run", "null with train.resume (train FOLDER), which names the folder too", self.run)
         good = self.host_config is None or self.host == "deepspeed"
         require(good, "host_config", f"null with host={self.host} (deepspeed has one)", self.host_config)
 
@@ -241,17 +244,17 @@ def _refuse(kind: type, data: Mapping[str, Any], prefix: str) -> None:
         if key not in hints:
             near = _nearest(str(key), prefix)
             hint = f"; did you mean {near}?" if near else f"; known here: {', '.join(hints)}"
-            raise ConfigError(f"unknown key {path}{hint}")
+            raise ConfigError(f"unknown key {path[:200]}{hint}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{path}: expected a section (a mapping of keys), got {value!r}")
+                raise ConfigError(f"{path}: expected a section (a mapping of keys), got {value!r:.200}")
             _refuse(typing.cast(type, hints[key]), value, f"{path}.")
             continue
         # bool is an int to Python, and text is a sequence; here a yes for a count and a name for a list are mistakes.
         kinds = typing.get_args(hints[key]) or (hints[key],)
         is_list = typing.get_origin(hints[key]) is list
         if (isinstance(value, bool) and bool not in kinds) or (is_list and not isinstance(value, list)):
-            raise ConfigError(f"{path}: expected {type_name(hints[key])}, got {value!r}")
+            raise ConfigError(f"{path}: expected {type_name(hints[key])}, got {value!r:.200}")
 
 
 def _nearest(key: str, prefix: str) -> str | None:

@@ -14,8 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from vocab_parallel.app.config import ParallelConfig
+from vocab_parallel.app.meeting import meet
+from vocab_parallel.app.roll_call import RollCall
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.shard import RankGroup, VocabShard
@@ -32,6 +36,7 @@ def join(config: ParallelConfig) -> Iterator[Job]:
 
     Raises:
         ConfigError: the number of ranks is not a multiple of ``parallel.tp``, or the device is not there.
+        CollectiveError: a collective of the body failed, with the ranks that do not answer (see `roll_call`).
     """
     rank, world, local_rank = (int(os.environ.get(k, v)) for k, v in zip(_NAMES, ("0", "1", "0"), strict=True))
     running = dist.is_initialized()
@@ -50,13 +55,16 @@ def join(config: ParallelConfig) -> Iterator[Job]:
     if world == 1 and not running:
         yield Job(rank, world, local_rank, device, None)
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.timeout_s)
-    if not running:
-        dist.init_process_group(backend, timeout=timeout)
+    roll_call = None if running else _start_group(rank, world, device, timeout)
     try:
         part_group, data_group = split_ranks(rank, world, config.tp or world, timeout)
         yield Job(rank, world, local_rank, device, dist.group.WORLD, data_group, part_group)
+    except RuntimeError as error:
+        explained = None if roll_call is None else roll_call.explain(error)
+        if explained is None:
+            raise
+        raise explained from error
     finally:
         if not running:
             dist.destroy_process_group()
@@ -131,6 +139,7 @@ class Job:
 
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_START = timedelta(minutes=2)  # ranks that start together import at different speeds
 
 
 def builds_files() -> bool:
@@ -149,6 +158,17 @@ def split_ranks(
     parts = [dist.new_group(list(range(first, first + tp)), timeout=timeout) for first in range(0, world, tp)]
     across = [dist.new_group(list(range(first, world, tp)), timeout=timeout) for first in range(tp)]
     return parts[rank // tp], across[rank % tp]
+
+
+def _start_group(rank: int, world: int, device: torch.device, timeout: timedelta) -> RollCall:
+    """Starts torch.distributed over the ranks that the environment names."""
+    shared, _, _ = next(rendezvous("env://", timeout=timeout))
+    shared.set_timeout(timeout)
+    store = meet(shared, rank, world, max(timeout, _START))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    own = PrefixStore("default_pg", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
+    return RollCall(store, rank, world)
 
 
 def _keep_freed_memory() -> None:

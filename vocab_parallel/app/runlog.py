@@ -15,10 +15,14 @@ from typing import Any
 import torch
 
 from vocab_parallel.app.config import Config
-from vocab_parallel.errors import ConfigError
-from vocab_parallel.vocabulary.manifest import Manifest
+from vocab_parallel.checkpoint.metadata import leads_out
+from vocab_parallel.errors import CheckpointLayoutError, ConfigError
+from vocab_parallel.vocabulary.files import read_bytes, shortened
+from vocab_parallel.vocabulary.manifest import Manifest, strict_json
 
 PACKAGES = ("vocab-parallel", "torch", "numpy", "tiktoken", "mistral-common", "matplotlib", "tensorboard")
+
+_LARGEST_LOG = 2**29
 
 
 class RunLog:
@@ -33,18 +37,19 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = folder
+        require_own_folders(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         kept = [] if resume_step is None else [row for row in read_metrics(folder) if row["step"] <= resume_step]
-        _write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._metrics = path.open("a", encoding="utf-8")
         purge = None if resume_step is None else resume_step + 1
         self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
     def describe(self, config: Config, manifest: Manifest) -> None:
         """Writes ``config.yaml``, ``env.txt`` and ``manifest.json``."""
-        _write_whole(self.folder / "config.yaml", config.to_yaml())
-        _write_whole(self.folder / "env.txt", environment())
+        write_whole(self.folder / "config.yaml", config.to_yaml())
+        write_whole(self.folder / "env.txt", environment())
         manifest.write(self.folder)
 
     def step(self, row: Mapping[str, Any]) -> None:
@@ -57,12 +62,22 @@ class RunLog:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json``."""
-        _write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def close(self) -> None:
         """Closes the files."""
         self._metrics.close()
         self._board.close()
+
+
+def require_own_folders(folder: Path) -> None:
+    """Raises if a folder in a run folder is a link out of it: what is written and removed there is somebody else's."""
+    for name in ("checkpoints", "tensorboard"):
+        if (folder / name).is_symlink() and leads_out(folder, name):
+            raise ConfigError(
+                f"{folder / name} is a link to {os.readlink(folder / name)[:200]}: expected a folder of the run's own. "
+                "Move the whole run folder there, and link that"
+            )
 
 
 def new_folder(config: Config) -> Path:
@@ -77,28 +92,52 @@ def new_folder(config: Config) -> Path:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; a last line that a crash cut off is left out."""
+    """The lines of ``metrics.jsonl``; a last line that a crash cut off is left out.
+
+    Raises:
+        ConfigError: a line is no step's.
+    """
     path = folder / "metrics.jsonl"
     rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    try:
+        lines = read_bytes(path, _LARGEST_LOG).splitlines() if path.is_file() else []
+        for number, line in enumerate(lines, 1):
+            row = json.loads(line)
+            if not _is_row(row):
+                raise ConfigError(f"{path} line {number}: expected a step and its numbers, got {shortened(row)}")
+            rows.append(row)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        if not isinstance(error, json.JSONDecodeError):  # bytes that are no text, numbers that are no number
+            raise ConfigError(f"{path}: {str(error)[:200]}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: a line is nested too deeply") from error
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and type(row.get("step")) is int and 0 <= row["step"] < 2**63
+        and all(one is None or isinstance(one, float) or (isinstance(one, int) and abs(one) < 2**63)
+                for one in row.values())
+    )  # fmt: skip
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """A JSON file of a run folder, such as ``summary.json``.
 
     Raises:
-        ConfigError: the folder holds no such file.
+        ConfigError: the folder holds no such file, or it is damaged.
     """
     path = folder / name
     if not path.is_file():
         raise ConfigError(f"{folder} holds no {name}: expected a run folder that `train` wrote")
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return loaded
+    try:
+        return strict_json.read_json(path, f"the {name} of a run folder")
+    except CheckpointLayoutError as error:
+        raise ConfigError(str(error)) from error
 
 
 def versions() -> dict[str, str]:
@@ -124,8 +163,10 @@ def environment() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Writes beside and renames, so that a reader or a crash never meets half a file."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
+    aside.unlink(missing_ok=True)  # a link would be written through
+    with aside.open("x", encoding="utf-8") as file:
+        file.write(text)
     aside.replace(path)

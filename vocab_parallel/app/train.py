@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.app import config as configs
-from vocab_parallel.app import oracle, runlog
+from vocab_parallel.app import oracle, restart, runlog
 from vocab_parallel.app.config import HOSTS, Config
 from vocab_parallel.app.data import Corpus, open_corpus
 from vocab_parallel.app.decoding import decoding_of
@@ -37,6 +37,10 @@ from vocab_parallel.vocabulary.manifest import (
 
 def train(config: Config) -> dict[str, Any]:
     """Runs a training from start, or from ``train.resume``, to its end.
+
+    With ``run`` it is the one in that folder: begun if it is not there, else continued from its newest checkpoint that
+    is whole. The same command can so be started again, by hand or by ``torchrun --max-restarts``, and ends with the
+    same losses, bit for bit (see `restart`).
 
     Returns:
         The summary, the same on every rank; the run folder holds everything else.
@@ -77,6 +81,8 @@ def main(args: argparse.Namespace) -> int:
     """Entry of ``python -m vocab_parallel train``."""
     config = configs.load(args.source, [*args.overrides, *([f"host={args.host}"] if args.host else [])])
     if Path(args.source).is_dir() and config.train.resume is None:
+        if config.run is not None:
+            raise ConfigError(f"run={config.run}: expected a YAML file before it, got the run folder {args.source}")
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, resume=args.source))
     train(config)
     return 0
@@ -89,17 +95,23 @@ class Run:
         self.config, self.job, self.vocabulary, self.corpus = config, job, vocabulary, corpus
         self.host = open_host(config, job, vocabulary.size)
         self.model, self.shard = self.host.model, self.host.shard
-        self.first_step, self.folder = self._resume() if config.train.resume else (1, self._new_folder())
-        # A resumed run belongs to its folder wherever that is; the flag itself is of one launch.
-        kept = dataclasses.replace(config, train=dataclasses.replace(config.train, resume=None))
+        self.folder, checkpoint = self._place()
+        self.first_step = 1 if checkpoint is None else self._load(checkpoint) + 1
         self.log: runlog.RunLog | None = None
-        if job.first:
-            self.log = runlog.RunLog(self.folder, resume_step=self.first_step - 1 if config.train.resume else None)
-            self.log.describe(kept, self.manifest())
-        self.rows: list[dict[str, Any]] = runlog.read_metrics(self.folder) if job.first else []
+        self.rows: list[dict[str, Any]] = []
+        fault = caught(f"{self.folder} could not be written to", self._open_log) if job.first else None
+        agree(RankGroup(job.group), "open the run's log", fault)
         self.training_seconds = 0.0
         self.oracle_seconds = 0.0
         job.say(self._opening())
+
+    def _open_log(self) -> None:
+        """On the first rank: the lines of the steps before, and what the run is."""
+        # A resumed run belongs to its folder wherever that is; these two are of one launch.
+        kept = dataclasses.replace(self.config, run=None, train=dataclasses.replace(self.config.train, resume=None))
+        self.log = runlog.RunLog(self.folder, resume_step=self.first_step - 1 if self.first_step > 1 else None)
+        self.log.describe(kept, self.manifest())
+        self.rows = runlog.read_metrics(self.folder)
 
     def steps(self) -> None:
         """All steps that are left, with validation, checks and checkpoints."""
@@ -110,11 +122,11 @@ class Run:
                 last = step == train.steps
                 if last or (train.validation_every and step % train.validation_every == 0):
                     row["validation_loss"] = self.validate()
-                if last or (train.checkpoint_every and step % train.checkpoint_every == 0):
-                    self.save(step)
                 self.rows.append(row)
                 if self.log is not None:
-                    self.log.step(row)
+                    self.log.step(row)  # before the save: a checkpoint's own step must never lack its line
+                if last or (train.checkpoint_every and step % train.checkpoint_every == 0):
+                    self.save(step)
                 progress.show(row)
         self.host.finish_saving()
 
@@ -232,23 +244,31 @@ class Run:
                 )
         return found
 
-    def _new_folder(self) -> Path:
-        return Path(self.job.agree(str(runlog.new_folder(self.config)) if self.job.first else ""))
-
-    def _resume(self) -> tuple[int, Path]:
-        folder = Path(self.config.train.resume or "")
-        latest = self.job.agree(self.host.latest(folder / "checkpoints"))  # one that is new is not seen everywhere
+    def _place(self) -> tuple[Path, Path | None]:
+        """The run folder, and the checkpoint in it to go on from, if any; the same on every rank."""
+        config, job = self.config, self.job
+        if config.run is not None:
+            return restart.find_place(config, job)
+        if config.train.resume is None:
+            return Path(job.agree(str(runlog.new_folder(config)) if job.first else "")), None
+        folder = Path(config.train.resume)
+        latest = job.agree(self.host.latest(folder / "checkpoints"))  # one that is new is not seen everywhere
         if latest is None:
             raise ConfigError(
-                f"nothing to resume: {folder}/checkpoints holds no whole checkpoint of host={self.config.host}"
+                f"nothing to resume: {folder}/checkpoints holds no whole checkpoint of host={config.host}"
             )
+        return folder, latest
+
+    def _load(self, latest: Path) -> int:
+        """Its step, after the gate of the manifest."""
 
         def compare() -> None:
             own = (latest / MANIFEST).is_file()  # else the run's: every checkpoint of a run is of one kind
-            require_loadable(Manifest.read(latest if own else folder), self.manifest(), where=str(latest))
+            saved = latest if own else latest.parents[1]
+            require_loadable(Manifest.read(saved), self.manifest(), where=str(latest))
 
         agree(RankGroup(self.job.group), f"resume {latest.name}", caught(f"{latest} cannot be resumed", compare))
-        return self.host.load(latest, vocabulary_sha256=self.vocabulary.sha256) + 1, folder
+        return self.host.load(latest, vocabulary_sha256=self.vocabulary.sha256)
 
     def _opening(self) -> str:
         corpus, layout, config = self.corpus, self.shard.layout, self.config

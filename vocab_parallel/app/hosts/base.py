@@ -96,3 +96,13 @@ class Host(ABC):
     @abstractmethod
     def latest(folder: Path) -> Path | None:
         """The whole checkpoint of this host with the highest step in `folder`; None if there is none."""
+
+    @staticmethod
+    @abstractmethod
+    def is_whole(checkpoint: Path) -> bool:
+        """Whether the folder holds what makes it a checkpoint of this host."""
+
+    @staticmethod
+    @abstractmethod
+    def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> list[str]:
+        """What is wrong with the files of a whole checkpoint, in words; of `size` ranks, each looks at its share."""

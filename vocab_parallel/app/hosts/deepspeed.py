@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,13 @@ from vocab_parallel.app.hosts.plain import count_trunk
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.model import Head, LanguageModel
 from vocab_parallel.app.optim import make_optimizer, set_rate
-from vocab_parallel.errors import ConfigError
+from vocab_parallel.checkpoint.together import agree, caught
+from vocab_parallel.errors import CheckpointLayoutError, ConfigError
 from vocab_parallel.gradient_norm import gradient_norm
 from vocab_parallel.integrations import deepspeed as integration
+from vocab_parallel.integrations.deepspeed.trust import require_known
+from vocab_parallel.shard import RankGroup
+from vocab_parallel.vocabulary.manifest.strict_json import read_json
 
 _TAG = "state"
 
@@ -77,6 +80,8 @@ class DeepSpeedHost(folders.FolderHost):
 
     def load(self, checkpoint: Path, *, vocabulary_sha256: str, weights_only: bool = False) -> int:
         step = folders.compare(self.job, checkpoint, self.about(), vocabulary_sha256)
+        what = f"{checkpoint} could not be looked through by rank {self.job.rank}"
+        agree(RankGroup(self.job.group), f"load {checkpoint.name}", caught(what, require_known, checkpoint / _TAG))
         # With the optimizer always: of stage 3, DeepSpeed has the weights alone by zero_to_fp32, which refuses TP > 1.
         self.engine.load_checkpoint(str(checkpoint), _TAG)
         integration.verify_tied(self.engine)
@@ -99,8 +104,8 @@ def engine_settings(config: Config, job: Job) -> dict[str, Any]:
     settings: dict[str, Any] = {"zero_optimization": {"stage": 1}}
     if config.host_config is not None:
         try:
-            settings = json.loads(Path(config.host_config).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            settings = read_json(Path(config.host_config), "a configuration of DeepSpeed")
+        except CheckpointLayoutError as error:
             raise ConfigError(f"host_config={config.host_config}: not a JSON file for DeepSpeed ({error})") from error
     share = config.train.batch // job.replicas.size
     for key in ("optimizer", "scheduler", "train_batch_size"):

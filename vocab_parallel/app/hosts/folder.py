@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -12,13 +11,15 @@ from typing import Any
 from vocab_parallel.app.hosts.base import Host
 from vocab_parallel.app.job import Job
 from vocab_parallel.checkpoint.folders import checkpoints, name_of, prune
-from vocab_parallel.checkpoint.placing import aside_of, open_aside, put_in_place
+from vocab_parallel.checkpoint.metadata import inside
+from vocab_parallel.checkpoint.placing import aside_of, is_whole, open_aside, put_in_place
 from vocab_parallel.checkpoint.together import agree, caught
 from vocab_parallel.checkpoint.writing import VOCABULARY, json_bytes, write_file
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.shard import RankGroup, VocabShard
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest
+from vocab_parallel.vocabulary.manifest.strict_json import read_json
 
 STATE = "host.json"  # written last: a folder without it is not a checkpoint
 
@@ -54,6 +55,23 @@ class FolderHost(Host):
     def latest(folder: Path) -> Path | None:
         return latest_whole(folder)
 
+    @staticmethod
+    def is_whole(checkpoint: Path) -> bool:
+        return is_whole(checkpoint, STATE)
+
+    @staticmethod
+    def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> list[str]:
+        """By the sizes of the files: a host's own have no hashes."""
+        try:
+            sizes = _read(checkpoint).get("files", {})
+        except CheckpointLayoutError as error:
+            return [str(error)]
+        if not isinstance(sizes, dict) or not all(inside(checkpoint, name) for name in sizes):
+            return [f"{STATE} lists no files of its own"]
+        paths = {name: checkpoint / name for name in sizes}
+        return [f"{name} is missing or has another size than {sizes[name]} bytes" for name, path in paths.items()
+                if not path.is_file() or path.stat().st_size != sizes[name]]  # fmt: skip
+
 
 def save_whole(
     job: Job,
@@ -87,7 +105,8 @@ def save_whole(
     state = {"step": step, "about": dict(about), "extra": dict(extra)}
 
     def finish() -> None:
-        write_file(aside / STATE, json_bytes(state))
+        files = {str(path.relative_to(aside)): path.stat().st_size for path in aside.rglob("*") if path.is_file()}
+        write_file(aside / STATE, json_bytes({**state, "files": files}))
         put_in_place(aside, final, state=STATE)
         prune(folder, keep, final, STATE)
 
@@ -137,9 +156,9 @@ def compare(job: Job, checkpoint: Path, about: Mapping[str, Any], vocabulary_sha
 def _read(checkpoint: Path) -> dict[str, Any]:
     """The file that was written last."""
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        state = read_json(checkpoint / STATE, "the state of a host's checkpoint")
         good = isinstance(state["about"], dict) and isinstance(state["extra"], dict) and type(state["step"]) is int
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         good = False
     if not good:
         raise CheckpointLayoutError(

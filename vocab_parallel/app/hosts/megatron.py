@@ -13,6 +13,7 @@ from vocab_parallel.app.hosts import folder as folders
 from vocab_parallel.app.job import Job
 from vocab_parallel.app.model import Head
 from vocab_parallel.app.optim import mean_over_replicas
+from vocab_parallel.archives import require_archive
 from vocab_parallel.checkpoint.together import agree, caught
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.integrations import megatron as integration
@@ -77,6 +78,7 @@ class MegatronHost(folders.FolderHost):
         saved: dict[str, Any] = {}
 
         def read() -> None:
+            require_archive(self._file(checkpoint))
             saved.update(torch.load(self._file(checkpoint), map_location=self.job.device, weights_only=True))
 
         fault = caught(f"{self._file(checkpoint)} could not be read", read)

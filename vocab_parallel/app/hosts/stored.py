@@ -11,7 +11,12 @@ import torch
 
 from vocab_parallel.app.hosts.base import Host
 from vocab_parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from vocab_parallel.checkpoint.files import check_file, open_checkpoint, read_state
+from vocab_parallel.checkpoint.folders import name_of
+from vocab_parallel.checkpoint.placing import STATE, is_whole
 from vocab_parallel.checkpoint.saver import AsyncSaver
+from vocab_parallel.checkpoint.writing import is_unchanged
+from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.shard import RankGroup
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest
@@ -38,7 +43,7 @@ class StoredHost(Host):
 
     def finish_saving(self, *, failed: bool = False) -> None:
         if failed and "_saver" in vars(self):
-            self._saver.settle(timeout=60.0)
+            self._saver.settle(timeout=min(60.0, self.config.parallel.timeout_s))
         elif self.config.train.async_checkpoints and not failed:
             self._saver.wait()
 
@@ -57,6 +62,25 @@ class StoredHost(Host):
     @staticmethod
     def latest(folder: Path) -> Path | None:
         return latest_checkpoint(folder)
+
+    @staticmethod
+    def is_whole(checkpoint: Path) -> bool:
+        return is_whole(checkpoint)
+
+    @staticmethod
+    def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> list[str]:
+        """By the hash of each file, that of the state itself included."""
+        try:
+            state = read_state(checkpoint)
+            if name_of(state["step"]) not in checkpoint.name or not is_unchanged(state):
+                return [f"{STATE} is not as it was saved"]
+            mine = sorted(state["files"])[rank::size]
+            found = [check_file(checkpoint, name, state["files"], content=name in mine) for name in state["files"]]
+            if not any(found):
+                open_checkpoint(checkpoint)
+        except CheckpointLayoutError as error:
+            return [str(error)]
+        return [one for one in found if one is not None]
 
     @functools.cached_property
     def _ranks(self) -> RankGroup:
