@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -14,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from vocab_parallel.checkpoint.blocks import Piece, Window, damaged_at, data_offset, read_runs
-from vocab_parallel.checkpoint.metadata import PlainReader, inside
+from vocab_parallel.checkpoint.blocks import Piece, Window, check_block, damaged_at, data_offset, read_runs
+from vocab_parallel.checkpoint.metadata import PlainReader, inside, leads_out
 from vocab_parallel.checkpoint.placing import METADATA, STATE, is_whole
-from vocab_parallel.checkpoint.writing import FORMAT, described
-from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.checkpoint.writing import FORMAT, described, is_unchanged
+from vocab_parallel.errors import CheckpointLayoutError, VocabularyError
+from vocab_parallel.vocabulary.files import parse_json, read_bytes, shortened
 
-_LARGEST_JSON = 256 * 2**20
+_LARGEST_JSON, _MOST_LISTS = 2**28, 2**22
+_MOST_RANKS = 2**16  # that share a vocabulary
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> StoredCheckpoint:
@@ -44,23 +45,22 @@ def read_state(path: Path) -> dict[str, Any]:
         hint = f". Did you mean {inner[-1]}?" if inner else ""
         raise CheckpointLayoutError(f"{path} is not a whole checkpoint: expected {STATE} and {METADATA} in it{hint}")
     file = path / STATE
-    if file.stat().st_size > _LARGEST_JSON:
-        raise CheckpointLayoutError(f"{file} has {file.stat().st_size} bytes, expected at most {_LARGEST_JSON}")
     try:
-        state = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
+        state = parse_json(read_bytes(file, _LARGEST_JSON), file, _MOST_LISTS)
+    except VocabularyError as error:
         raise CheckpointLayoutError(f"{file} is not JSON ({error}): it is damaged, use another checkpoint") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else None
+        given = state.get("format") if isinstance(state, dict) else None
+        found = None if given is None else shortened(given)
         raise CheckpointLayoutError(
-            f"{path} has checkpoint format {found!r}, this version reads format {FORMAT}. It was written by another "
+            f"{path} has checkpoint format {found}, this version reads format {FORMAT}. It was written by another "
             "version of vocab_parallel: load it with that one, or start from another checkpoint"
         )
     kinds = {"step": int, "layout": dict, "tables": list, "ties": dict, "tensors": dict, "scalars": dict,
              "extra": dict, "files": dict}  # fmt: skip
     for name, kind in kinds.items():
         if not isinstance(state.get(name), kind):
-            raise CheckpointLayoutError(f"{file}: {name} is {str(state.get(name))[:80]!r}, expected {kind.__name__}")
+            raise CheckpointLayoutError(f"{file}: {name} is {shortened(state.get(name))}, expected {kind.__name__}")
     _check_values(file, state)
     return state
 
@@ -72,7 +72,7 @@ def _check_values(file: Path, state: dict[str, Any]) -> None:
     good = {
         "step": type(state["step"]) is int and 0 <= state["step"] < 2**63,
         "layout": layout.keys() == {"vocab_size", "padded_size", "tp_size"}
-        and all(type(one) is int and 1 <= one <= 2**40 for one in layout.values())
+        and all(type(one) is int and 1 <= one <= 2**40 for one in layout.values()) and layout["tp_size"] <= _MOST_RANKS
         and layout["vocab_size"] <= layout["padded_size"] and layout["padded_size"] % layout["tp_size"] == 0,
         "tables": all(isinstance(one, str) for one in state["tables"]),
         "ties": all(isinstance(one, str) for one in state["ties"].values()),
@@ -194,11 +194,12 @@ class StoredTensors:
             return self._load(file, piece, dtype)
 
     def _load(self, file: IO[bytes], piece: Piece, dtype: torch.dtype) -> Tensor:
+        check_block(file, piece.start, piece.length)
         window: Any = Window(file, piece.start, piece.length)
         try:
             value = torch.load(window, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise damaged_at(file, piece, error) from error
+            raise damaged_at(file, piece.start, error) from error
         if not isinstance(value, Tensor) or tuple(value.shape) != piece.sizes or value.dtype != dtype:
             raise CheckpointLayoutError(f"{self.path / piece.file} does not hold what {METADATA} says of it")
         return value
@@ -228,6 +229,13 @@ class StoredCheckpoint(StoredTensors):
     def verify(self) -> None:
         """Reads every file and compares it with its hash, as `check_files`."""
         check_files(self.path, self.state["files"])
+        require_unchanged(self.path, self.state)
+
+
+def require_unchanged(path: Path, state: Mapping[str, Any]) -> None:
+    """Raises unless the state that was read is the one that was saved."""
+    if not is_unchanged(state):
+        raise CheckpointLayoutError(damaged(path, [f"{STATE} is not as it was saved"]))
 
 
 def check_files(path: Path, files: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
@@ -246,7 +254,9 @@ def check_file(path: Path, name: str, files: Mapping[str, Any], *, content: bool
     """What is wrong with a file of a checkpoint, in words; None if nothing. Without `content` its size is all."""
     try:
         if not inside(path, name):
-            return f"{name} is no name of a file in it"
+            return f"{name[:200]} is no name of a file in it"
+        if leads_out(path, name):
+            return f"{name} is a link that leads out of it"
         if not (path / name).is_file():
             return f"{name} is missing"
         size, want = (path / name).stat().st_size, files[name]
@@ -257,6 +267,8 @@ def check_file(path: Path, name: str, files: Mapping[str, Any], *, content: bool
             return f"{name} has sha256 {found['sha256'][:16]}…, saved with {str(want['sha256'])[:16]}…"
     except (KeyError, TypeError):
         return f"{name} is listed without size and hash"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror or error})"
     return None
 
 

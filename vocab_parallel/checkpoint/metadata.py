@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import math
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
+from torch.futures import Future
 
+from vocab_parallel.archives import PlainUnpickler, UnsafeFile
+from vocab_parallel.checkpoint.blocks import check_block
 from vocab_parallel.checkpoint.placing import METADATA
-from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.errors import CheckpointLayoutError, VocabularyError
+from vocab_parallel.vocabulary.files import read_bytes
+
+_LARGEST = 2**28  # bytes: that of a checkpoint of a terabyte in blocks of 4 MiB has a quarter
 
 
 class PlainReader(FileSystemReader):
-    """FileSystemReader whose metadata file may name plain types only; it loads tensors weights-only by itself."""
+    """FileSystemReader whose metadata file may name plain types only, and whose blocks are looked through first."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, its names and sizes checked against the files.
@@ -28,48 +40,51 @@ class PlainReader(FileSystemReader):
         """
         path = Path(self.path)
         try:
-            with (path / METADATA).open("rb") as file:
-                found: Metadata = _MetadataUnpickler(file).load_plain()
+            found: Metadata = _MetadataUnpickler(read_bytes(path / METADATA, _LARGEST)).load()
+            _check_kinds(found)
             _check_metadata(path, found)
         except CheckpointLayoutError:
             raise
+        except VocabularyError as error:
+            raise CheckpointLayoutError(str(error)) from error
+        except UnsafeFile as error:
+            raise CheckpointLayoutError(f"{path / METADATA} is damaged, or made to do harm: {error}") from error
         except Exception as error:  # a broken pickle raises nearly anything
-            raise CheckpointLayoutError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from error
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise CheckpointLayoutError(f"{path / METADATA} is damaged ({what})") from error
         found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the blocks of a plan.
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows a few classes; one that was changed by the file, as a pickle can, is put back."""
+        Raises:
+            CheckpointLayoutError: One is damaged, or would become more than its bytes in the file.
+        """
+        for at in {item.storage_index for item in plan.items}:
+            info = self.storage_data[at]
+            with (Path(self.path) / info.relative_path).open("rb") as file:
+                check_block(file, info.offset, info.length)
+        return super().read_data(plan, planner)
 
-    def load_plain(self) -> Any:
-        self.before: dict[type, dict[str, Any]] = {}
-        try:
-            return self.load()
-        finally:
-            changed = {kind: now for kind, old in self.before.items() if (now := dict(vars(kind))) != old}
-            for kind, now in changed.items():
-                for name in now.keys() - self.before[kind].keys():
-                    delattr(kind, name)
-                for name, value in self.before[kind].items():
-                    if now.get(name) is not value:
-                        setattr(kind, name, value)
-            if changed:
-                names = ", ".join(kind.__name__ for kind in changed)
-                raise CheckpointLayoutError(f"a checkpoint's .metadata changes the classes {names}")
+
+class _MetadataUnpickler(PlainUnpickler):
+    """Knows a few classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == _MEGATRON and name in _OF_MEGATRON:
-            return self._seen(_OF_MEGATRON[name])
+            return _OF_MEGATRON[name]
         if (module, name) in _PLAIN:
-            found = super().find_class(module, name)
-            return self._seen(found) if isinstance(found, type) else partial(found) if callable(found) else found
+            return pickle._Unpickler.find_class(self, module, name)
+        if name in ("PosixPath", "WindowsPath") and module in ("pathlib", "pathlib._local"):
+            return _joined  # of either system; nothing of it is used
         raise CheckpointLayoutError(f"a checkpoint's .metadata names {module}.{name}, which such a file has no use for")
 
-    def _seen(self, kind: type) -> type:
-        self.before.setdefault(kind, dict(vars(kind)))
-        return kind
+    def count(self, keys: list[Any]) -> None:
+        if not all(type(key) is str or _is_key(key) for key in keys):
+            raise UnsafeFile("a key that is no name and no place in a tensor")
+        super().count(keys)
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -79,7 +94,6 @@ _PLAIN = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     *(
         (f"{_DCP}.metadata", name)
@@ -102,7 +116,9 @@ def _check_metadata(path: Path, found: Metadata) -> None:
         name = str(info.relative_path)
         if name not in lengths:
             if not inside(path, name) or not (path / name).is_file():
-                raise CheckpointLayoutError(f"{path}: the file {name!r} that {METADATA} names is missing")
+                raise CheckpointLayoutError(f"{path}: the file {name[:200]!r} that {METADATA} names is missing")
+            if leads_out(path, name):
+                raise CheckpointLayoutError(f"{path}: the file {name!r} is a link that leads out of the checkpoint")
             lengths[name] = (path / name).stat().st_size
         if info.offset < 0 or info.length < 0 or info.offset + info.length > lengths[name]:
             raise CheckpointLayoutError(
@@ -120,7 +136,73 @@ def _check_metadata(path: Path, found: Metadata) -> None:
             )
 
 
+def _check_kinds(found: Any) -> None:
+    """Every part is of its type, and no block is larger than its tensor; the pickle could have put anything there."""
+    good = isinstance(found, Metadata) and _is_dict(found.state_dict_metadata, str)
+    if not good or not _is_dict(found.storage_data, MetadataIndex):
+        raise UnsafeFile("it is no list of tensors and of the blocks that hold them")
+    for key, entry in found.state_dict_metadata.items():
+        if type(entry) is not BytesStorageMetadata and not _is_tensor(entry):
+            is_shaped = type(entry) is TensorStorageMetadata and _is_size(entry.size)
+            shape = f" of shape {list(entry.size)}" if is_shaped else ""
+            raise UnsafeFile(f"{key[:200]}{shape} is no tensor in blocks that lie in it")
+    if not all(_is_place(at, info) for at, info in found.storage_data.items()):
+        raise UnsafeFile("it names a place that is none in a file")
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is MetadataIndex:
+        return type(key.fqn) is str and (key.offset is None or _is_size(key.offset))
+    return all(type(one) in (str, int) for one in (key if isinstance(key, tuple) else (key,)))
+
+
+def _joined(*parts: str) -> str:
+    return "/".join(parts)
+
+
+def _is_dict(value: Any, key: type) -> bool:
+    return isinstance(value, dict) and all(type(one) is key for one in value)
+
+
+def _is_tensor(entry: Any) -> bool:
+    if type(entry) is not TensorStorageMetadata or not _is_size(entry.size) or type(entry.chunks) is not list:
+        return False
+    about: Any = entry.properties
+    return isinstance(about.dtype, torch.dtype) and all(_fits(one, entry.size) for one in entry.chunks)
+
+
+def _is_place(at: Any, info: Any) -> bool:
+    if type(at.fqn) is not str or type(info) is not _StorageInfo or type(info.relative_path) is not str:
+        return False
+    good = len(at.fqn) <= 2**16 and len(info.relative_path) <= 2**12 and (at.offset is None or _is_size(at.offset))
+    numbers = _is_size((info.offset, info.length))
+    return good and numbers and not getattr(info, "transform_descriptors", None)  # such as compression
+
+
+def _is_size(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) > 64:
+        return False
+    return all(type(one) is int and abs(one) < 2**62 for one in value)
+
+
+def _fits(chunk: Any, size: torch.Size) -> bool:
+    if type(chunk) is not ChunkStorageMetadata or not _is_size(chunk.offsets) or not _is_size(chunk.sizes):
+        return False
+    each = zip(chunk.offsets, chunk.sizes, size, strict=False)
+    inside = all(at >= 0 <= count and at + count <= whole for at, count, whole in each)
+    return inside and len(chunk.offsets) == len(chunk.sizes) == len(size)
+
+
 def inside(path: Path, name: str) -> bool:
-    """Whether a name from a file stays in its folder."""
+    """Whether a name from a file stays in its folder; a link in it may lead elsewhere, see `leads_out`."""
     given = Path(name)
-    return bool(name) and not given.is_absolute() and ".." not in given.parts
+    short = len(name) <= 2**11 and all(len(part.encode("utf-8", "replace")) <= 255 for part in given.parts)
+    return bool(name) and short and not given.is_absolute() and ".." not in given.parts and "\0" not in name
+
+
+def leads_out(path: Path, name: str) -> bool:
+    """Whether a link, the file itself or a folder on the way to it, leads out of the folder."""
+    try:
+        return not (path / name).resolve().is_relative_to(path.resolve())
+    except (OSError, ValueError, RuntimeError):  # names that are too long, links in a circle
+        return True

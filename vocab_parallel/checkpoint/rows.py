@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-BLOCK_BYTES = 4 * 2**20  # of one block in a file: what a reader or a writer of rows holds at a time
+BLOCK_BYTES = 4 * 2**20  # of one block in a file at most: what a reader or a writer of rows holds at a time
+_LEAST_BYTES = 2**18
+_BLOCKS = 32  # of a table that is not large, at most: a block is then little beside a shard
 
 
 class Rows(Tensor):
@@ -41,7 +43,7 @@ class Rows(Tensor):
     @property
     def _step(self) -> int:
         """Rows a block."""
-        return max(1, BLOCK_BYTES // max(1, math.prod(self.shape[1:]) * self.dtype.itemsize))
+        return rows_in_block(self.shape, self.dtype)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         rest, last, step = self.shape[1:], self._first + self._count, self._step
@@ -69,6 +71,12 @@ class Rows(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func} on rows that are only described for a checkpoint")
+
+
+def rows_in_block(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """How many rows of a table of this whole shape are read or written at a time."""
+    row = max(1, math.prod(shape[1:]) * dtype.itemsize)
+    return max(1, min(BLOCK_BYTES, max(_LEAST_BYTES, math.prod(shape) * dtype.itemsize // _BLOCKS)) // row)
 
 
 def _rows(

@@ -151,9 +151,18 @@ def write_extras(
 
 
 def commit(aside: Path, final: Path, state: Mapping[str, Any]) -> None:
-    """Writes the state, and gives `aside` its name."""
-    write_file(aside / STATE, json_bytes(state))
+    """Writes the state with its own hash, and gives `aside` its name."""
+    write_file(aside / STATE, json_bytes({**state, "sha256": _digest(state)}))
     put_in_place(aside, final)
+
+
+def is_unchanged(state: Mapping[str, Any]) -> bool:
+    """Whether a state that was read is the one that was saved; True of one that was saved without a hash."""
+    return "sha256" not in state or bool(state["sha256"] == _digest(state))
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json_bytes({key: state[key] for key in state if key != "sha256"})).hexdigest()
 
 
 def write_file(path: Path, content: Path | bytes) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from vocab_parallel.checkpoint.files import StoredCheckpoint
 from vocab_parallel.checkpoint.migration.assets import vocabulary_bytes
 from vocab_parallel.checkpoint.placing import open_aside
 from vocab_parallel.checkpoint.rows import Rows
+from vocab_parallel.checkpoint.trimming import give_back
 from vocab_parallel.checkpoint.writing import VOCABULARY, write_file
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.layout import VocabLayout
@@ -100,6 +101,7 @@ def from_hugging_face(
     if identity is not None:
         assets[VOCABULARY] = vocabulary_bytes(identity)
         extra["vocabulary_sha256"] = identity.sha256
+    give_back()
     tied = [alias for alias in ties if alias not in model.copies]
     head: dict[str, Any] = {"head_key": tied[0] if tied else None} if tied or len(over) == 1 else {}
     tensors = write_ours(

@@ -10,6 +10,7 @@ import torch
 
 from vocab_parallel.checkpoint.exchange.hugging_face_names import CONFIG, ModelConfig
 from vocab_parallel.checkpoint.files import StoredCheckpoint
+from vocab_parallel.checkpoint.metadata import leads_out
 from vocab_parallel.checkpoint.migration.assets import is_tokenizer_file
 from vocab_parallel.checkpoint.writing import ASSETS, VOCABULARY, dtype_name
 from vocab_parallel.errors import VocabularyError
@@ -25,7 +26,7 @@ def assets_of(source: Path) -> tuple[dict[str, Path | bytes], list[str]]:
     found: dict[str, Path | bytes] = {}
     left = []
     for path in sorted(source.iterdir()):
-        if path.is_file() and _goes_along(path.name):
+        if path.is_file() and _goes_along(path.name) and _is_of(source, path):
             found[f"{ASSETS}/{path.name}"] = path
         elif not path.name.startswith(".") and not path.name.endswith(_MADE_NEW):
             left.append(path.name)
@@ -73,6 +74,12 @@ def files_beside(
     found[CONFIG] = as_written if changes else path
     notes.extend(f"{CONFIG}: {change}" for change in changes)
     return found
+
+
+def _is_of(folder: Path, path: Path) -> bool:
+    """Whether a file, or what it links to, lies in its folder, or in the cache of the Hub, which is made of links."""
+    cache = folder.resolve().parent.parent / "blobs"
+    return not leads_out(folder, path.name) or path.resolve().is_relative_to(cache)
 
 
 def _goes_along(name: str) -> bool:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from vocab_parallel.checkpoint.exchange.safetensors_files import SafetensorsFiles
-from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.errors import CheckpointLayoutError, VocabularyError
+from vocab_parallel.vocabulary.files import read_bytes, too_many
 from vocab_parallel.vocabulary.manifest.describing import scores_of
 
 CONFIG = "config.json"
-_LARGEST_CONFIG = 32 * 2**20
+_LARGEST_CONFIG, _MOST_LISTS = 2**25, 2**20
 _SECTIONS = ("text_config", "llm_config", "language_config", "decoder", "generator")  # of models of more than text
 
 # Architectures that have an embedding and another head than that of a language model, or none.
@@ -46,13 +47,14 @@ class ModelConfig:
             CheckpointLayoutError: No such file, or no JSON object.
         """
         try:
-            if path.stat().st_size > _LARGEST_CONFIG:
-                raise CheckpointLayoutError(f"{path} has {path.stat().st_size:,} bytes: it is no model's configuration")
-            values = json.loads(path.read_bytes())
+            data = read_bytes(path, _LARGEST_CONFIG)
+            if too_many(data, _MOST_LISTS):
+                raise VocabularyError(f"more than {_MOST_LISTS:,} lists")
+            values = json.loads(data)  # with Infinity, which Transformers writes
         except OSError as error:
             raise CheckpointLayoutError(f"cannot read {path}: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
-            raise CheckpointLayoutError(f"{path} is not JSON ({str(error)[:100]})") from error
+            raise CheckpointLayoutError(f"{path} is not JSON ({str(error)[:200]})") from error
         if not isinstance(values, dict):
             raise CheckpointLayoutError(f"{path} is no JSON object")
         return cls(values)

@@ -17,6 +17,7 @@ from vocab_parallel.checkpoint.placing import METADATA
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.checkpoint.writing import ASSETS
 from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.vocabulary.files import parse_json
 
 COMMON, CONFIG, OBJECTS = "common.pt", "metadata.json", "objects.bin"
 ORIGIN = "megatron"  # in the state's extra: what `to_megatron` needs to give back what there was
@@ -54,8 +55,8 @@ def find_distributed(source: Path) -> Path:
                f"with --ckpt-format {BACKEND}, then convert that" if legacy else "")
         )  # fmt: skip
     try:
-        backend = json.loads(_text(folder / CONFIG))["sharded_backend"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        backend = parse_json(_text(folder / CONFIG).encode(), folder / CONFIG)["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointLayoutError(f"{folder / CONFIG} does not name a sharded_backend: it is damaged") from error
     if backend != BACKEND:
         raise CheckpointLayoutError(

@@ -28,7 +28,7 @@ from vocab_parallel.checkpoint.exchange.megatron_files import (
     owner_of,
 )
 from vocab_parallel.checkpoint.exchange.targets import open_ours, publish, require_free
-from vocab_parallel.checkpoint.files import StoredCheckpoint
+from vocab_parallel.checkpoint.files import StoredCheckpoint, check_file, damaged
 from vocab_parallel.checkpoint.placing import STATE, open_aside
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.checkpoint.writing import BlockWriter, write_file
@@ -93,7 +93,7 @@ def to_megatron(
     aside = open_aside(final)
     try:
         _save(part, BlockWriter(aside))
-        write_file(aside / COMMON, stored.path / FOLDER / COMMON if origin else _common(stored.step))
+        write_file(aside / COMMON, _given(stored, COMMON) if origin else _common(stored.step))
         write_file(aside / CONFIG, CONFIG_TEXT.encode())
         publish(aside, final)
     except BaseException:
@@ -148,8 +148,19 @@ def _padded(stored: StoredCheckpoint, key: str, padded: int) -> Rows:
 def _objects(stored: StoredCheckpoint, index: Mapping[str, tuple[int, int]]) -> dict[str, io.BytesIO]:
     if not index:
         return {}
-    content = (stored.path / FOLDER / OBJECTS).read_bytes()
+    content = _given(stored, OBJECTS).read_bytes()
+    if any(start < 0 or length < 0 or start + length > len(content) for start, length in index.values()):
+        raise CheckpointLayoutError(
+            f"{stored.path / FOLDER / OBJECTS} ends before the objects that {STATE} lists in it"
+        )
     return {key: io.BytesIO(content[start : start + length]) for key, (start, length) in index.items()}
+
+
+def _given(stored: StoredCheckpoint, name: str) -> Path:
+    """A file that came with the checkpoint; its size is looked at, whatever else is verified."""
+    if wrong := check_file(stored.path, f"{FOLDER}/{name}", stored.state["files"], content=False):
+        raise CheckpointLayoutError(damaged(stored.path, [wrong]))
+    return stored.path / FOLDER / name
 
 
 def _common(step: int) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vocab_parallel.archives import names_in
 from vocab_parallel.checkpoint.rows import BLOCK_BYTES
 from vocab_parallel.errors import CheckpointLayoutError
 
@@ -26,19 +27,22 @@ class Opaque:
         return "an object of another program"
 
 
-def load_plain(path: Path) -> Any:
+def load_plain(path: Path, *, mapped: bool = True) -> Any:
     """What a file of `torch.save` holds; objects of classes that weights-only loading refuses come as `Opaque`.
 
+    Args:
+        mapped: Whether tensors lie in the mapped file, and are read where they are used; else they are read now.
+
     Memory:
-        The values that are no tensors; tensors lie in the mapped file, and are read where they are used.
+        The values that are no tensors.
 
     Raises:
         CheckpointLayoutError: The file is missing, damaged, of before torch 1.6, or calls the operating system.
     """
     try:
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        unknown = names_in(path)
         with torch.serialization.safe_globals([(Opaque, name) for name in unknown]):
-            return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
         raise CheckpointLayoutError(f"{path} is missing: not all ranks' files of the checkpoint are here") from error
     except Exception as error:  # a broken pickle raises nearly anything

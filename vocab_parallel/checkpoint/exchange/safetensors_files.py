@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel.checkpoint.rows import BLOCK_BYTES
+from vocab_parallel.checkpoint.rows import rows_in_block
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary.manifest.strict_json import parse, read_json
 
@@ -130,14 +130,14 @@ def read_header(path: Path) -> SafetensorsFiles:
 
 
 def row_blocks(shape: Sequence[int], dtype: torch.dtype, read: Callable[[int, int], Tensor]) -> Iterator[Tensor]:
-    """Consecutive rows of about `BLOCK_BYTES` each, by `read(start, stop)`; a 0-dimensional tensor by `read(0, 1)`."""
+    """Consecutive rows, `rows_in_block` each, by `read(start, stop)`; a 0-dimensional tensor by `read(0, 1)`."""
     return (read(start, stop) for start, stop in row_ranges(shape, dtype))
 
 
 def row_ranges(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Cuts rows into `[start, stop)` of about `BLOCK_BYTES` each."""
+    """Cuts rows into `[start, stop)` of `rows_in_block` each."""
     rows = shape[0] if shape else 1
-    step = max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    step = rows_in_block(shape, dtype)
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -149,8 +149,9 @@ def _indexed(folder: Path) -> SafetensorsFiles:
     places: dict[str, Place] = {}
     metadata: dict[str, str] = {}
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise CheckpointLayoutError(f"{path} names the file {name!r}, expected a plain name in its own folder")
+        is_plain = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+        if not is_plain or len(name.encode("utf-8", "replace")) > 255:
+            raise CheckpointLayoutError(f"{path} names the file {name!r:.200}, expected a plain name in its own folder")
         if not (folder / name).is_file():
             raise CheckpointLayoutError(f"{path} names {name}, which is missing: copy the whole folder again")
         found = read_header(folder / name)

@@ -23,8 +23,9 @@ from vocab_parallel.checkpoint.release.bundle import (
 from vocab_parallel.checkpoint.release.conformance import conformance_record, record_differences
 from vocab_parallel.checkpoint.writing import MANIFEST, VOCABULARY
 from vocab_parallel.errors import CheckpointLayoutError, VocabParallelError
+from vocab_parallel.vocabulary.auditing import first_difference
 from vocab_parallel.vocabulary.formats import read_vocabulary
-from vocab_parallel.vocabulary.identity import VocabIdentity, first_difference
+from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest, PolicyContract, compare
 from vocab_parallel.vocabulary.manifest.strict_json import read_json
 from vocab_parallel.vocabulary.row_states import is_row_state
@@ -83,8 +84,8 @@ def policy_faults(
             wrong.append(f"{POLICY} and the policy in {MANIFEST} are two policies")
         if check_policy is not None:
             check_policy(policy, size)
-    except (VocabParallelError, ValueError, TypeError, AttributeError) as error:
-        return [*wrong, f"{POLICY}: {error}"]
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        return [*wrong, f"{POLICY}: {str(error)[:1000]}"]
     for role, token_id in (policy.get("special_ids") or {}).items():
         if not 0 <= token_id < size:
             wrong.append(f"{POLICY}: special id {role} is {token_id}, the vocabulary has {size} ids")

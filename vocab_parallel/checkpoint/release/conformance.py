@@ -11,7 +11,7 @@ from torch import Tensor
 from vocab_parallel.checkpoint.files import StoredCheckpoint
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary.manifest import Manifest
-from vocab_parallel.vocabulary.migration.conformance import (
+from vocab_parallel.vocabulary.migration.records import (
     HIDDEN_ROWS,
     RowReader,
     TableRecord,

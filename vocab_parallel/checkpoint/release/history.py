@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vocab_parallel.checkpoint.placing import sync
-from vocab_parallel.checkpoint.release.bundle import is_id
+from vocab_parallel.checkpoint.release.bundle import is_id, is_plain
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary.manifest.strict_json import dump, parse
 
@@ -93,6 +93,8 @@ def locked(releases: Path) -> Iterator[History]:
     Raises:
         CheckpointLayoutError: Another process is at work.
     """
+    if os.path.lexists(releases / _LOCK) and not is_plain(releases / _LOCK):
+        raise CheckpointLayoutError(f"{releases / _LOCK} is a link, or no regular file: remove it and repeat")
     with (releases / _LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,6 +142,8 @@ def _stack(events: list[Event]) -> tuple[list[str], list[str]]:
 def _read(path: Path) -> tuple[list[Event], int]:
     """The events, and how many bytes of a line that was not written to its end follow them."""
     try:
+        if os.path.lexists(path) and not is_plain(path):
+            raise CheckpointLayoutError(f"{path} is a link, or no regular file: a log of releases is a file of its own")
         with path.open("rb") as file:
             data = file.read(_LARGEST + 1)
     except FileNotFoundError:

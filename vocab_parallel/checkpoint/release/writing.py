@@ -145,6 +145,8 @@ def _tokenizer(assembly: Assembly, stored: StoredCheckpoint, manifest: Manifest,
     carried = stored.path / ASSETS
     path = Path(given) if given is not None else carried
     files = [path] if path.is_file() else _tokenizer_files(path)
+    if given is None:  # what lies beside and is not listed was put there by somebody
+        files = [file for file in files if f"{ASSETS}/{file.name}" in stored.state["files"]]
     table = stored.path / VOCABULARY if VOCABULARY in stored.state["files"] else None
     if given is not None and not files:
         raise CheckpointLayoutError(f"{path} holds no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}")

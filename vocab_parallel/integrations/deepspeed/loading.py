@@ -39,7 +39,7 @@ def load_ours(engine: Any, folder: str | os.PathLike[str], *, verify: bool = Tru
         Four all-gathers of 64 bytes over the world.
 
     Memory:
-        Two whole local parameters in float32 at a time.
+        Two whole local parameters in float32 at a time. Every value is read twice, the first time to see that it can.
 
     Raises:
         CheckpointLayoutError: On every rank, before anything changes: a damaged checkpoint, other names, shapes or
@@ -47,7 +47,12 @@ def load_ours(engine: Any, folder: str | os.PathLike[str], *, verify: bool = Tru
         TyingError: A tie does not hold afterwards.
     """
     plan: list[_Plan] = []
-    agree("deepspeed.load_ours", capture(lambda: plan.append(_Plan(engine, open_checkpoint(folder), verify))))
+
+    def prepare() -> None:
+        plan.append(_Plan(engine, open_checkpoint(folder), verify))
+        plan[0].rehearse()
+
+    agree("deepspeed.load_ours", capture(prepare))
     agree("deepspeed.load_ours", capture(plan[0].load))
     verify_tied(engine)
     return plan[0].stored.step
@@ -81,6 +86,18 @@ class _Plan:
         for name, buffer in self._buffers():
             self._check(f"model.{name}", name, buffer)
         self._check_left_over(trained)
+
+    def rehearse(self) -> None:
+        """Reads every value of this rank and keeps none: a file that fails does so before anything changes."""
+        for name, parameter in self.parameters.items():
+            keys = [f"model.{name}"]
+            if parameter.requires_grad:
+                keys += [f"optimizer.{name}.{state}" for state in ("master_weight", *self.names)]
+            for key in keys:
+                if key in self.stored.tensors:
+                    self.local(key, name)
+        for name, _ in self._buffers():
+            self.stored.read(f"model.{name}")
 
     def load(self) -> None:
         """Reads and sets every value of this rank."""

@@ -8,6 +8,7 @@ import re
 import shutil
 import types
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vocab_parallel.checkpoint.exchange.opaque import load_plain
 from vocab_parallel.errors import CheckpointLayoutError
+from vocab_parallel.integrations.deepspeed.notes import LAYOUT_FILE, VOCAB_SIZE, named_tag, read_note
+from vocab_parallel.integrations.deepspeed.trust import require_known
 from vocab_parallel.shard import VocabShard
 from vocab_parallel.tying import vocab_parameters
 
 UNIVERSAL_INFO = "universal_checkpoint_info"  # the attribute of a model that DeepSpeed saves for its conversion
-LAYOUT_FILE = "vocab_parallel.json"
 _OURS = "vocab_parallel"
-_VOCAB_SIZE = "vocab_size"
 
 
 def universal_info(model: nn.Module) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def layout_of(model: nn.Module) -> dict[str, Any]:
     return {
         "parameters": {
             name: {
-                _VOCAB_SIZE: shard.vocab_size,
+                VOCAB_SIZE: shard.vocab_size,
                 "padded_size": shard.layout.padded_size,
                 "tp_size": shard.tp_size,
                 "row": list(_shape(parameter)[1:]),
@@ -73,7 +75,7 @@ def layout_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def to_universal(source: str | Path, target: str | Path, *, workers: int = 1) -> None:
+def to_universal(source: str | Path, target: str | Path, *, workers: int = 1, trusted: bool = False) -> None:
     """Converts a checkpoint of ZeRO 1, 2 or 3 to a universal one: DeepSpeed's `ds_to_universal`, then real rows only.
 
     The vocabulary's weights, master weights and moments have `vocab_size` rows in it, whatever the TP size and padding
@@ -84,12 +86,15 @@ def to_universal(source: str | Path, target: str | Path, *, workers: int = 1) ->
         source: The folder of one tag, such as `checkpoints/global_step100`.
         target: A new folder beside it, such as `checkpoints/global_step100_universal`.
         workers: Processes that DeepSpeed uses.
+        trusted: Your word that the files may be unpickled, whatever classes they name: DeepSpeed's conversion does.
+            Without it they may name DeepSpeed's own.
 
     Collectives:
         None: run it in one process.
 
     Raises:
-        CheckpointLayoutError: It was not saved by an engine of `initialize`, or a vocabulary parameter was frozen.
+        CheckpointLayoutError: It was not saved by an engine of `initialize`, a vocabulary parameter was frozen, or a
+            file names another class.
     """
     from deepspeed.checkpoint import ds_to_universal
 
@@ -101,6 +106,8 @@ def to_universal(source: str | Path, target: str | Path, *, workers: int = 1) ->
             f"{source} holds frozen vocabulary parameters ({', '.join(frozen)}): DeepSpeed's conversion keeps one "
             "rank's rows of them. Export it with vocab_parallel.integrations.deepspeed.export instead."
         )
+    if not trusted:
+        require_known(source)
     ds_to_universal.main(
         Namespace(
             input_folder=str(source), output_folder=str(target), num_extract_workers=workers,
@@ -153,7 +160,7 @@ def _fragment_loader(shard: VocabShard) -> Any:
         address = mapping.lp_fragment_address
         for path in sorted(Path(folder).glob("*.pt")):
             if path.stem == "step":
-                step = torch.load(path, weights_only=True)
+                step = load_plain(path, mapped=False)
                 continue
             fragment = _local_rows(path, self, shard).flatten().narrow(0, address.start, address.numel)
             if path.stem == "fp32":
@@ -178,12 +185,12 @@ def check_layout(engine: Any, load_dir: str, tag: str | None) -> None:
         latest = Path(load_dir) / ("latest_universal" if universal else "latest")
         if not latest.is_file():
             return  # DeepSpeed says so
-        tag = latest.read_text(encoding="utf-8").strip()
+        tag = named_tag(latest)
     path = Path(load_dir) / str(tag) / LAYOUT_FILE
     if not path.is_file():
         return  # not saved by an engine of `initialize`; the files' shapes are compared when they are read
-    saved, mine = json.loads(path.read_text(encoding="utf-8")), layout_of(engine.module)
-    compared = [_VOCAB_SIZE, "row"] if universal else [_VOCAB_SIZE, "row", "padded_size", "tp_size"]
+    saved, mine = read_note(path), layout_of(engine.module)
+    compared = [VOCAB_SIZE, "row"] if universal else [VOCAB_SIZE, "row", "padded_size", "tp_size"]
     for name in sorted(set(saved["parameters"]) | set(mine["parameters"])):
         theirs, ours = saved["parameters"].get(name), mine["parameters"].get(name)
         if theirs is None or ours is None or any(theirs[key] != ours[key] for key in compared):
@@ -191,7 +198,7 @@ def check_layout(engine: Any, load_dir: str, tag: str | None) -> None:
                 f"{path.parent} holds {name} as {_words(theirs)}, the model as {_words(ours)}."
                 + (
                     ""
-                    if universal or theirs is None or ours is None or theirs[_VOCAB_SIZE] != ours[_VOCAB_SIZE]
+                    if universal or theirs is None or ours is None or theirs[VOCAB_SIZE] != ours[VOCAB_SIZE]
                     else " Convert it with vocab_parallel.integrations.deepspeed.to_universal and load it with "
                     '"checkpoint": {"load_universal": true}.'
                 )
@@ -205,37 +212,44 @@ def _saved_layout(source: Path) -> dict[str, Any]:
             f"{source} has no {LAYOUT_FILE}: it was not saved by an engine of "
             "vocab_parallel.integrations.deepspeed.initialize, so its real rows cannot be told from padding."
         )
-    layout: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return layout
+    return read_note(path)
 
 
 def _keep_real_rows(path: Path, name: str, entry: dict[str, Any]) -> None:
     from deepspeed.checkpoint import constants
 
-    stored = torch.load(path, weights_only=True)
+    stored = load_plain(path, mapped=False)
     stored = stored if isinstance(stored, dict) else {constants.PARAM: stored, constants.CAT_DIM: 0}
-    rows = stored[constants.PARAM].reshape(-1, *entry["row"])
-    if len(rows) not in (entry[_VOCAB_SIZE], entry["padded_size"]):
+    rows = _in_rows(path, stored.get(constants.PARAM), entry["row"])
+    if len(rows) not in (entry[VOCAB_SIZE], entry["padded_size"]):
         raise CheckpointLayoutError(
-            f"{name} in {path} has {len(rows)} rows, expected the {entry[_VOCAB_SIZE]} real ones or all "
+            f"{name} in {path} has {len(rows)} rows, expected the {entry[VOCAB_SIZE]} real ones or all "
             f"{entry['padded_size']}: its shards were not all found."
         )
-    real = rows[: entry[_VOCAB_SIZE]].clone()
-    torch.save(stored | {constants.PARAM: real, constants.VOCAB_TENSOR: True, _VOCAB_SIZE: len(real)}, path)
+    real = rows[: entry[VOCAB_SIZE]].clone()
+    torch.save(stored | {constants.PARAM: real, constants.VOCAB_TENSOR: True, VOCAB_SIZE: len(real)}, path)
 
 
 def _local_rows(path: Path, parameter: nn.Parameter, shard: VocabShard) -> Tensor:
     """This rank's rows, padding zero, from a file of the whole table."""
     from deepspeed.checkpoint import constants
 
-    stored = torch.load(path, weights_only=True, map_location="cpu")
-    table = (stored[constants.PARAM] if isinstance(stored, dict) else stored).reshape(-1, *_shape(parameter)[1:])
+    stored = load_plain(path, mapped=False)
+    table = _in_rows(path, stored.get(constants.PARAM) if isinstance(stored, dict) else stored, _shape(parameter)[1:])
     if len(table) != shard.vocab_size:
         raise CheckpointLayoutError(
             f"{path} holds {len(table)} rows, the model's vocabulary has {shard.vocab_size} ({shard}). A conversion by "
             "ds_to_universal alone keeps padding: use vocab_parallel.integrations.deepspeed.to_universal."
         )
     return shard.slice(table)
+
+
+def _in_rows(path: Path, value: Any, row: Sequence[int]) -> Tensor:
+    """A file's tensor in rows; one of a few numbers, repeated, is refused as anything else."""
+    numel = math.prod(row)
+    if isinstance(value, Tensor) and value.is_contiguous() and numel and value.numel() % numel == 0:
+        return value.reshape(-1, *row)
+    raise CheckpointLayoutError(f"{path} holds no tensor in rows of {list(row)}: it is damaged, or of another model")
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
@@ -251,4 +265,4 @@ def _pattern(name: str) -> str:
 def _words(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return "no vocabulary parameter"
-    return f"V={entry[_VOCAB_SIZE]} padded to {entry['padded_size']} over {entry['tp_size']} ranks, rows {entry['row']}"
+    return f"V={entry[VOCAB_SIZE]} padded to {entry['padded_size']} over {entry['tp_size']} ranks, rows {entry['row']}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vocab_parallel.checkpoint.exchange.opaque import MappedFiles, load_plain
 from vocab_parallel.errors import CheckpointLayoutError
-from vocab_parallel.integrations.deepspeed.universal import LAYOUT_FILE
+from vocab_parallel.integrations.deepspeed.notes import LAYOUT_FILE
 from vocab_parallel.integrations.deepspeed.zero_ranks import RankFiles, Run, State, covers, read_rank, read_runs
 from vocab_parallel.integrations.deepspeed.zero_tag import MOST_RANKS, read_layout
 
