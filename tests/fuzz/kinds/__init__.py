@@ -1,0 +1,1 @@
+"""What can be drawn: one file a kind of operation."""
