@@ -24,7 +24,8 @@ def check_logits(logits: object, shard: VocabShard) -> None:
         "These look like gathered logits: a sharded loss would count every column once per rank. Pass this rank's "
         "columns only, and turn off gather_output"
         if width in (shard.vocab_size, shard.layout.padded_size)
-        else "Likely a head with another vocabulary or padding"
+        else "Likely hidden states that no head has projected, another axis than the vocabulary in the last place, or "
+        "a head with another vocabulary or padding"
     )
     raise LayoutMismatchError(
         f"logits have {width} columns, shape {list(logits.shape)}, but rank {shard.rank} of {shard.tp_size} holds "

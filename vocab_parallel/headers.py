@@ -92,6 +92,8 @@ def message(
 def as_bytes(tensor: Tensor) -> Tensor:
     """uint8, flat."""
     tensor = tensor.contiguous()
+    if tensor.numel() < 2:  # contiguous with any stride, and as bytes only with stride 1
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     return (tensor if tensor.dim() == 1 else tensor.view(-1)).view(torch.uint8)
 
 

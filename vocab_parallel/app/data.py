@@ -101,9 +101,9 @@ class Corpus:
     @staticmethod
     def open(folder: Path, vocab_size: int, validation_fraction: float, seed: int) -> Corpus:
         """Maps the cache `folder`; the split depends on the documents, the fraction and the seed alone."""
-        tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-        offsets = np.load(folder / "offsets.npy")
-        counts = np.load(folder / "counts.npy")
+        tokens = np.load(folder / "tokens.npy", mmap_mode="r", allow_pickle=False)
+        offsets = np.load(folder / "offsets.npy", allow_pickle=False)
+        counts = np.load(folder / "counts.npy", allow_pickle=False)
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         is_validation = _split(np.diff(offsets), validation_fraction, seed)
         validation = _stream(tokens, offsets, is_validation)

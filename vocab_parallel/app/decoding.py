@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor
 
 from vocab_parallel.app.config import GenerateConfig
 from vocab_parallel.app.model import Head
-from vocab_parallel.app.settings import Loader, build, require
+from vocab_parallel.app.settings import build, read_yaml, require
 from vocab_parallel.decode.policy import Policy
 from vocab_parallel.decode.presets import PRESETS
 from vocab_parallel.decode.rollout import Advance, rollout
@@ -28,6 +27,11 @@ from vocab_parallel.decode.transforms.warpers import Temperature, TopK
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.select.streams import Streams
 from vocab_parallel.shard import VocabShard
+from vocab_parallel.vocabulary.files import RepeatedKey, each_once, read_bytes, too_many
+
+_LARGEST_JSON, _MOST_LISTS = 2**26, 2**20
+# What values of a wrong kind make of a policy beside ValueError: a list for a number, a number of too many digits.
+NOT_A_POLICY = (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +118,8 @@ def load_policy(source: str, vocab_size: int) -> Decoding:
         if policy.vocab_size not in (None, vocab_size):
             raise ValueError(f"it is for a vocabulary of {policy.vocab_size} ids, this one has {vocab_size}")
         policy = policy.for_vocabulary(vocab_size)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except (ValueError, *NOT_A_POLICY) as error:
+        raise ConfigError(f"{path}: {str(error)[:1000] or type(error).__name__}") from error
     return Decoding(policy, search)
 
 
@@ -125,13 +129,22 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"generate.policy: there is no file {path}")
     kind = "JSON" if path.suffix == ".json" else "YAML"  # which is no superset of it: tabs, numbers such as 1e-3
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if kind == "JSON" else yaml.load(text, Loader=Loader)
-    except (yaml.YAMLError, ValueError) as error:
+        data = _read_json(path) if kind == "JSON" else read_yaml(path)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError, RepeatedKey) as error:
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path}: expected a policy, a mapping, got {type(data).__name__}")
     return dict(data)
+
+
+def _read_json(path: Path) -> Any:
+    """JSON with Infinity, which a policy may have."""
+    data = read_bytes(path, _LARGEST_JSON)
+    if too_many(data, _MOST_LISTS):
+        raise ConfigError(f"{path}: more than {_MOST_LISTS:,} lists: no policy has so many")
+    return json.loads(data, object_pairs_hook=each_once)
 
 
 class Windows:

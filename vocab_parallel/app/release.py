@@ -99,7 +99,9 @@ def _list(args: argparse.Namespace) -> int:
     bundles, history = list_bundles(args.releases)
     print(f"  {'bundle':<16}  {'step':>8}  {'ids':>9}  {'table':<8}  {'tied':<4}  {'MB':>10}  policy")
     whole = {bundle.id: bundle for bundle in bundles}
-    for name in sorted(path.name for path in Path(args.releases).iterdir() if is_id(path.name)):
+    first = {event.id: at for at, event in reversed([*enumerate(history.events)])}  # bundles in the order they came
+    names = sorted(path.name for path in Path(args.releases).iterdir() if is_id(path.name))
+    for name in sorted(names, key=lambda name: first.get(name, len(history.events))):
         line = _line(whole[name]) if name in whole else "not whole: `release verify` says why"
         print(f"{'*' if name == history.current else ' '} {name}  {line}")
     print("\nhistory")

@@ -35,6 +35,17 @@ TRANSFORMS: tuple[type[Transform], ...] = (
     RecentPenalties, Prior, Temperature, DynamicTemperature, TopK, TopP, MinP, Typical, Epsilon, Eta, TopNSigma,
     MirostatV2, Fsm, Contrastive, Dola, Normalize,
 )  # fmt: skip
+# What is asked for by these names is no transform of scores, and nothing in a chain could stand for it.
+_OTHER_THINGS = {
+    "sampled_softmax": "it estimates a training loss from some of the ids; a token is chosen from the scores of all",
+    "adaptive_softmax": "it is an output layer with weights of its own, and scores of one table cannot be made into it",
+    "hierarchical_softmax": "it is an output layer with weights of its own, and a score here is no path through a tree",
+    "mixture_of_softmaxes": "it is an output layer of several heads, and scores of one cannot be made into it",
+    "beam_search": "it is a search over sequences: decode.beam_search, or the section search of a policy's file",
+    "best_first": "it is a search over sequences: decode.best_first_search",
+    "a_star": "it is a search over sequences: decode.best_first_search, whose result says whether it is proven",
+    "best_of_n": "it ranks finished texts by a judge outside the model: draw n by rollout, and rank them",
+}
 _KEYS = ("version", "name", "selector", "fallback", "vocab_size", "special_ids", "transforms")
 
 
@@ -72,6 +83,8 @@ def _transform(given: object, at: int, known: Mapping[str, type[Transform]]) -> 
     if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
         raise ConfigError(f"{where}: expected a mapping with a name, got {given!r}")
     name = given["name"]
+    if name in _OTHER_THINGS and name not in known:
+        raise ConfigError(f"{where}: {name!r} is no transform: {_OTHER_THINGS[name]}")
     require_known([name], known, f"{where}: transform")
     kind = known[name]
     fields = [one.name for one in dataclasses.fields(kind) if one.init]  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from vocab_parallel.loss.checks import (
 )
 from vocab_parallel.loss.gradients import logits_gradient
 from vocab_parallel.loss.normalizer import Normalizer, merge, require_finite, statistics
-from vocab_parallel.loss.objective import CrossEntropy, Objective
+from vocab_parallel.loss.objective import CrossEntropy, Objective, require_distribution
 from vocab_parallel.loss.options import LossOptions, Scores
 from vocab_parallel.loss.outputs import RowOutputs
 from vocab_parallel.loss.targets import Targets, soft_statistics
@@ -58,7 +58,7 @@ def cross_entropy(
     Args:
         logits: This rank's columns. Padding columns are never read and get zero gradient. Never modified.
         target: Global token ids, or `ignore_index`. A floating target is a distribution over the vocabulary, this
-            rank's columns of it (PyTorch's probability targets; no row is ignored).
+            rank's columns of it (PyTorch's probability targets; no row is ignored). An entry below 0 is an error.
         reduction: "none", "sum", or "mean" over the valid rows (0 if there are none).
         ignore_index: Rows with this target have loss 0 and gradient 0, whatever their logits hold.
         label_smoothing: Mass moved off the target, in [0, 1].
@@ -110,7 +110,7 @@ def kl_div(
 
     Args:
         target: q, this rank's columns; `0 log 0` is 0. Padding columns are never read.
-        log_target: `target` holds log-probabilities.
+        log_target: `target` holds log-probabilities. A row of more than probability 1 (logits) is an error.
         reduction: "none", "sum", or "mean" over the rows (`torch.nn.functional.kl_div`'s "batchmean" on `[T, V]`).
 
     The rest, and what it returns, exchanges and raises: as `cross_entropy` with a distribution.
@@ -186,6 +186,7 @@ class _LogitsRows(torch.autograd.Function):
         gathered = Exchange(shard, "loss", words, payload=payload, checksum=check, found=found).wait()
         normalizer = merge(gathered, wanted, [shard.layout.range(rank) for rank in range(shard.tp_size)])
         require_finite(shard, normalizer, gathered, targets.valid, range(len(z)))
+        require_distribution(shard, normalizer, objective, slice(None), range(len(z)))
         values, _ = objective.evaluate(normalizer, targets, slice(None), None)
         if call.outputs is not None:
             call.outputs.begin()

@@ -9,10 +9,10 @@ from vocab_parallel.arguments import check_head
 from vocab_parallel.deferral import Found, first_row
 from vocab_parallel.errors import LayoutMismatchError, NonFiniteError, TargetRangeError, VocabParallelError
 from vocab_parallel.loss.checks import check_devices, check_row_data
+from vocab_parallel.loss.targets import MOST_MASS
 from vocab_parallel.shard import VocabShard
 
 TAILS = ("ignore", "renormalize", "bucket")
-_MOST_MASS = 1.05  # of probabilities that were rounded to bfloat16 as logarithms
 
 
 def check_teacher(input: object, teacher_input: object, weight: Tensor, bias: Tensor | None, shard: VocabShard) -> None:
@@ -101,7 +101,7 @@ def problems(
     ]
     if tail != "renormalize":
         mass = torch.where(filled, logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)), -torch.inf)
-        found.append(Found(_first((mass.exp().sum(1) > _MOST_MASS)[:, None], slot[:, :1]), ValueError, too_much))
+        found.append(Found(_first((mass.exp().sum(1) > MOST_MASS)[:, None], slot[:, :1]), ValueError, too_much))
     return found
 
 

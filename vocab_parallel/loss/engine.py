@@ -20,7 +20,7 @@ from vocab_parallel.arguments import target_found
 from vocab_parallel.loss.gradients import RangeGradients, logits_gradient
 from vocab_parallel.loss.invariant import aligned
 from vocab_parallel.loss.normalizer import LocalStatistics, Normalizer, Wanted, merge, require_finite, statistics
-from vocab_parallel.loss.objective import Coefficients, Objective
+from vocab_parallel.loss.objective import Coefficients, Objective, require_distribution
 from vocab_parallel.loss.options import Scores
 from vocab_parallel.loss.outputs import RowOutputs
 from vocab_parallel.loss.rows import RowPlan, row_numbers
@@ -130,6 +130,7 @@ class Head:
         gathered = exchange.wait().flatten(0, 1)
         normalizer = merge(gathered, wanted, self._ids)
         require_finite(self.shard, normalizer, gathered, targets[0].valid, row_numbers(index))
+        require_distribution(self.shard, normalizer, objective, index, row_numbers(index))
         upstream = None if gradients is None else (targets[0].valid.to(normalizer.maximum.dtype),)
         values, coefficients = self._evaluate(objective, normalizer, targets[0], index, upstream)
         if self._outputs is not None:

@@ -129,7 +129,7 @@ class RangeGradients:
             dW in H's dtype, None if dW is not wanted; and `unit`, None where it is 1.
         """
         unit = None
-        if hidden.dtype == torch.float16:  # alpha is about 1 / V: its product with H would underflow
+        if hidden.dtype == torch.float16 and len(alpha):  # about 1 / V: its product with H would underflow
             unit = alpha.abs().amax().clamp(min=torch.finfo(alpha.dtype).tiny)
         if uniform is not None and product is not None and self._sum_of_rows is None:
             self._sum_of_rows = self._rows.sum(0, dtype=alpha.dtype)

@@ -43,12 +43,15 @@ def leaf_ids(shard: VocabShard) -> list[range]:
 
 
 def aligned(leaf: Tensor) -> Tensor:
-    """The leaf, or a copy of it where it does not begin at a multiple of 64 bytes.
+    """The leaf, or a copy of it where it does not begin at a multiple of 64 bytes, or is not contiguous.
 
     Where a leaf begins in its rank's storage depends on the TP size, and a GEMM of operands that are aligned otherwise
-    may add in another order (seen in MKL without AVX2; cuBLAS looks at the alignment too).
+    may add in another order (seen in MKL without AVX2; cuBLAS looks at the alignment too). One leaf must not be copied
+    into another layout than the next has.
     """
-    return leaf if leaf.data_ptr() % _ALIGNMENT == 0 else leaf.clone()
+    if leaf.data_ptr() % _ALIGNMENT == 0 and leaf.is_contiguous():
+        return leaf
+    return leaf.clone(memory_format=torch.contiguous_format)
 
 
 class InvariantRows(ReplicatedRows):

@@ -16,9 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vocab_parallel.agreement import first_row, judge
 from vocab_parallel.loss.normalizer import Normalizer, Wanted
 from vocab_parallel.loss.options import LossOptions
-from vocab_parallel.loss.targets import Targets
+from vocab_parallel.loss.targets import MOST_MASS, Targets
+from vocab_parallel.shard import VocabShard
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,51 @@ class CrossEntropy:
             uniform=weight * uniform if uniform else None,
             soft=weight * on_target if self.options.soft else None,
         )
+
+
+def require_distribution(
+    shard: VocabShard, normalizer: Normalizer, objective: Objective, index: slice | Tensor, rows: Tensor | range
+) -> None:
+    """Raises for the first row whose soft target is no distribution, as logits are not; the same on every rank.
+
+    Of probabilities one is below 0, or log-probabilities sum to more than 1. Read from what the ranks have exchanged
+    anyway; what a row weight of 0 leaves out is not looked at.
+
+    Args:
+        index: The rows at hand, of the objective's.
+        rows: What to call them in the message, as in `require_finite`.
+    """
+    mass, divergence = normalizer.mass, normalizer.divergence
+    if not isinstance(objective, CrossEntropy) or mass is None or divergence is None or not len(mass):
+        return
+    is_log = objective.options.soft == "log-probabilities"
+    bad = mass > MOST_MASS if is_log else divergence.isnan() & mass.isfinite()  # the log of a q below 0 is NaN
+    if objective.row_weight is not None:
+        bad = bad & (objective.row_weight[index] != 0)
+    if not isinstance(rows, range):
+        bad = bad & (rows >= 0)  # not those that fill up a chunk
+    at = first_row(bad)
+    here = at.clamp(min=0)[None]
+    number = at + rows.start if isinstance(rows, range) else rows.index_select(0, here)[0]
+    words = torch.stack([at.double(), number.double(), mass.index_select(0, here)[0].double()])
+    judge(shard, words, error=ValueError, describe=no_log_probabilities if is_log else no_probabilities)
+
+
+def no_log_probabilities(words: list[float]) -> ValueError:
+    """The error of a row whose log-probabilities sum to too much."""
+    return ValueError(
+        f"the target of row {int(words[1])} holds log-probabilities whose probabilities sum to {words[2]:.4g}, more "
+        "than 1: these look like logits, or like log-probabilities at another temperature. Subtract their logsumexp "
+        "over the whole vocabulary."
+    )
+
+
+def no_probabilities(words: list[float]) -> ValueError:
+    """The error of a row with a probability below 0."""
+    return ValueError(
+        f"the target of row {int(words[1])} holds a probability below 0: these look like logits or log-probabilities. "
+        "Pass their softmax, or log-probabilities to kl_div(..., log_target=True)."
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from torch import Tensor
 from vocab_parallel.loss.normalizer import row_blocks
 from vocab_parallel.loss.options import Scores
 
+MOST_MASS = 1.35  # of log-probabilities in bfloat16, less a logsumexp of up to 128 that was rounded to bfloat16 too
+
 
 class Targets:
     """Global target ids `[T]`, seen from the ids `[start, stop)`.

@@ -19,6 +19,7 @@ from vocab_parallel.app.plan.schedules import SCHEDULES
 from vocab_parallel.app.plan.text import megabytes, milliseconds, table
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.loss import linear_cross_entropy
+from vocab_parallel.vocabulary.files import read_bytes
 
 # Which schedule models which contestant of ``bench loss``.
 CONTESTANTS = {"ours": "fused", "megatron": "megatron", "deepspeed": "deepspeed"}
@@ -124,11 +125,11 @@ def read_bench(path: Path) -> dict[str, Any]:
     """The content of a ``bench.json``, checked for what is needed of it; the errors are those of `against_bench`."""
     path = path / "bench.json" if path.is_dir() else path
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(read_bytes(path))
     except OSError as error:
         raise ConfigError(f"check: cannot read {path}: {error.strerror}; write one with bench loss") from error
-    except ValueError as error:
-        raise ConfigError(f"check: {path} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"check: {path} is not JSON: {str(error)[:200]}") from error
     try:
         if report["config"]["dtype"] not in ITEMSIZES:
             raise ConfigError(f"check: {path}: dtype {report['config']['dtype']!r} has no model")

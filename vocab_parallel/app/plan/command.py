@@ -64,6 +64,7 @@ def make(config: PlanConfig, machine: Machine, world: int | None = None) -> dict
     ]
     return {
         "kind": "prediction",
+        "covers": text.COVERS,
         "config": dataclasses.asdict(config),
         "workload": dataclasses.asdict(work),
         "machine": dataclasses.asdict(machine),

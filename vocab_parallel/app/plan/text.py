@@ -16,6 +16,11 @@ from vocab_parallel.app.plan.advice import (
 )
 from vocab_parallel.app.plan.cost import Link, Machine, Prediction, Workload
 
+COVERS = (
+    "counted: one step of the head's loss, its products, softmax, gradients and collectives. Not counted: the model "
+    "below the head, its activations and caches, the optimizer, data and checkpoints"
+)
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns; the first to the left, the others to the right."""
@@ -36,6 +41,7 @@ def describe(work: Workload, machine: Machine, dtype: str, source: str) -> str:
     size = f"{work.tokens:,} tokens x {work.hidden:,}, {work.vocab:,} ids over {work.tp} ranks of {work.stored:,}"
     return (
         f"{size}, {dtype}\n"
+        f"{COVERS}\n"
         f"rates ({source}): {device.name}, products {device.gemm / 1e12:.4g} TFLOP/s, passes {device.stream / 1e9:.4g} "
         f"GB/s, softmax {device.softmax / 1e9:.3g} G elements/s, a chunk issued in {device.host * 1e3:.2f} ms\n"
         f"links: {links}; {network.start * 1e6:.3g} us to start; {device.overlap:.0%} of a collective beside computing"

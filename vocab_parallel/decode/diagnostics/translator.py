@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vocab_parallel.errors import LayoutMismatchError
+from vocab_parallel.archives import require_archive
+from vocab_parallel.errors import CheckpointLayoutError, LayoutMismatchError
 from vocab_parallel.head import VocabParallelLMHead
 from vocab_parallel.loss import linear_distillation
 
@@ -111,14 +112,21 @@ class Translator(nn.Module):
         """The translator of a file that `save` wrote.
 
         Raises:
-            ValueError: The file is another one.
+            CheckpointLayoutError: The file is another one, or damaged.
         """
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(found, dict) or found.get("format") != _FORMAT:
-            raise ValueError(f"{path} is no {_FORMAT} file")
-        weight = found["state"]["weight"]
-        made = cls(found["layers"], weight.shape[-1], norm_name=found["norm_name"], dtype=weight.dtype)
-        made.load_state_dict(found["state"])
+        try:
+            require_archive(Path(path))
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            if found["format"] != _FORMAT:
+                raise KeyError("format")
+            weight = found["state"]["weight"]
+            if tuple(weight.shape) != (len(found["layers"]), *2 * (weight.shape[-1],)) or not weight.is_contiguous():
+                raise ValueError(f"a weight {list(weight.shape)} for {len(found['layers'])} layers")
+            made = cls(found["layers"], weight.shape[-1], norm_name=found["norm_name"], dtype=weight.dtype)
+            made.load_state_dict(found["state"])
+        except Exception as error:  # a broken archive raises nearly anything
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise CheckpointLayoutError(f"{path} is no {_FORMAT} file ({what})") from error
         return made
 
     def extra_repr(self) -> str:

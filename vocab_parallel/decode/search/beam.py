@@ -60,7 +60,7 @@ def beam_step(
     Args:
         logits: This rank's columns; padding columns are never read.
         beam_scores: Sums of log-probabilities in nats. -inf: the beam is not active. At the first step, where all beams
-            hold the same prefix, only one may be active (or K is 1).
+            hold the same prefix, only one may be active (or K is 1): a second one with score 0 is refused.
         candidates: n, by default 2 K: then K are left if each beam ends.
 
     Returns:
@@ -71,7 +71,8 @@ def beam_step(
 
     Raises:
         LayoutMismatchError, ValueError, NonFiniteError, EmptySupportError: On every rank: shapes that disagree;
-            candidates < 1, or a beam score that is NaN or +inf; a logit that is; an active request without any token.
+            candidates < 1, or a beam score that is NaN or +inf, or two of a request that are 0; a logit that is NaN or
+            +inf; an active request without any token.
 
     Source: the class sums of `normalizer`; the joint step as in Sutskever et al. (2014), section 3.2.
     """
@@ -229,11 +230,20 @@ def _bits_of(beam_scores: object) -> Tensor | int:
 
 
 def _require_sums(scores: Scores, beam_scores: Tensor) -> None:
-    """Raises on every rank for the first of `beam_scores` `[B, K]` that is NaN or +inf."""
+    """Raises on every rank for the first of `beam_scores` `[B, K]` that is NaN or +inf, or a second 0 of its request.
+
+    Of different prefixes one at most has a probability of 1: beams that all begin at 0 are copies of one prefix.
+    """
     beams = beam_scores.shape[1]
 
     def describe_beam(flags: list[float]) -> Exception:
         row, beam = divmod(int(flags[0]), beams)
+        if flags[1] == 0.0:
+            return ValueError(
+                f"beam_scores of request {row} are 0 for two beams, the second is beam {beam}: likely the first step, "
+                "where all beams hold the prompt and each continuation would come once for each of them. Leave one "
+                "active, the others at -inf, or pass one beam a request."
+            )
         return ValueError(
             f"beam_scores of request {row}, beam {beam} is {flags[1]}: a sum of log-probabilities is finite, or -inf "
             "for a beam that is not active."
@@ -241,7 +251,9 @@ def _require_sums(scores: Scores, beam_scores: Tensor) -> None:
 
     flat = beam_scores.detach().double().flatten()
     if len(flat):
-        at = first_row(flat.isnan() | (flat == torch.inf))
+        zero = beam_scores.detach() == 0.0
+        again = zero & (zero.cumsum(1) > 1)
+        at = first_row(flat.isnan() | (flat == torch.inf) | again.flatten())
         value = flat.index_select(0, at.clamp(min=0)[None])[0]
         scores.channel.judge(torch.stack([at.double(), value]), ValueError, describe_beam)
 

@@ -30,6 +30,8 @@ from vocab_parallel.shard import VocabShard, device_of
 
 Heuristic = Callable[[tuple[int, ...], float], float]
 
+_SLACK = 1e-6  # nats: a heuristic may be exact, up to rounding
+
 
 class Hypothesis(NamedTuple):
     """A finished sequence: its generated tokens, end included; its sum of log-probabilities, and its score, in nats."""
@@ -49,12 +51,15 @@ class BestFirstResult(NamedTuple):
         expansions: How often the model was asked.
         dropped: The best score that anything left out by the bounds of queue and `branching` could have reached, in
             nats; -inf if nothing was left out.
+        assumed: Whether `proven` rests on the caller's word that the heuristic is admissible: the sums alone do not
+            prove it.
     """
 
     hypotheses: list[Hypothesis]
     proven: bool
     expansions: int
     dropped: float
+    assumed: bool
 
 
 @uncompiled
@@ -97,7 +102,8 @@ def best_first_search(
         queue_size: Prefixes kept.
         branching: Continuations of a prefix that are kept.
         heuristic: h of the generated tokens and their sum: what the rest may add, in nats. The same on every rank.
-        admissible: h is never below the log-probability of the best rest.
+        admissible: h is never below the log-probability of the best rest. A finished sequence that shows the contrary
+            is an error; what the search has left out on this word it cannot check, and says so (`assumed`).
         normalize_priority: Order by `(g + h) / length penalty` of the prefix.
         transforms, renormalize, state, eos_ids, length_penalty: As in `beam_search`.
 
@@ -105,8 +111,8 @@ def best_first_search(
         One all-gather of a header; per expansion that of `beam_step` for one row, and those of the transforms.
 
     Raises:
-        ValueError, TokenRangeError, NonFiniteError: On every rank, as in `beam_search`. A prefix without a legal token
-            ends there; if nothing is left, there are fewer hypotheses.
+        ValueError, TokenRangeError, NonFiniteError: On every rank, as in `beam_search`; and an `admissible` heuristic
+            that is not. A prefix without a legal token ends there; if nothing is left, there are fewer hypotheses.
 
     Source: Meister, Cotterell and Vieira, Best-first beam search (2020); Hart, Nilsson and Raphael (1968) for h.
     """
@@ -138,18 +144,22 @@ def best_first_search(
             else:
                 queue.push(child)
     shard.raise_deferred()  # NaN ends a prefix like a dead end does
-    return BestFirstResult(queue.finished, queue.proven, expansions, queue.dropped)
+    return BestFirstResult(queue.finished, queue.proven, expansions, queue.dropped, queue.assumed)
 
 
 @dataclass
 class _Prefix:
-    """What can be continued: generated tokens, their sum, and all state after them."""
+    """What can be continued: generated tokens, their sum, and all state after them.
+
+    `limit`: the least that an admissible heuristic has said of it, the prefixes that it continues included.
+    """
 
     token_ids: tuple[int, ...]
     total: float
     view: View
     chain: Chain
     state: Any
+    limit: float = math.inf
 
 
 @dataclass
@@ -166,6 +176,7 @@ class _Queue:
     items: list[tuple[float, int, float, _Prefix]] = field(default_factory=list)  # ascending -priority, order; bound
     finished: list[Hypothesis] = field(default_factory=list)
     dropped: float = -math.inf
+    dropped_by_sum: float = -math.inf  # the same without the heuristic
     _pushed: int = 0
 
     def push(self, prefix: _Prefix) -> None:
@@ -175,16 +186,29 @@ class _Queue:
         priority, length = prefix.total + rest, max(1, len(prefix.token_ids))
         priority = priority / self.penalty.of(length) if self.normalize else priority
         bound = self.bound(prefix.total + min(rest, 0.0) if self.admissible else prefix.total, len(prefix.token_ids))
+        if self.admissible:
+            prefix.limit = min(prefix.limit, prefix.total + rest)
         self._pushed += 1
         bisect.insort(self.items, (-priority, self._pushed, bound, prefix), key=lambda item: item[:2])
         if len(self.items) > self.size:
-            self.dropped = max(self.dropped, self.items.pop()[2])
+            _, _, lost, last = self.items.pop()
+            self.drop(lost, self.bound(last.total, len(last.token_ids)))
+
+    def drop(self, bound: float, by_sum: float) -> None:
+        """Remembers the best score of what is not kept: by the heuristic if it is admissible, and by the sum alone."""
+        self.dropped, self.dropped_by_sum = max(self.dropped, bound), max(self.dropped_by_sum, by_sum)
 
     def bound(self, total: float, length: int) -> float:
         """The best score of any sequence that continues a prefix of this sum."""
         return total / self.penalty.of(self.penalty.bound_length(length + 1, self.max_length))
 
     def finish(self, prefix: _Prefix, ended: bool) -> None:
+        if prefix.total > prefix.limit + _SLACK:
+            raise ValueError(
+                f"the heuristic is not admissible: {list(prefix.token_ids)} has a log-probability of "
+                f"{prefix.total:.6g}, but on the way there sum and heuristic were {prefix.limit:.6g}, so what it has "
+                "ruled out may be the best. Raise it, or leave out admissible: then it changes the order alone."
+            )
         score = prefix.total / self.penalty.of(len(prefix.token_ids))
         self.finished.append(Hypothesis(prefix.token_ids, prefix.total, score, ended))
         self.finished.sort(key=lambda one: -one.score)  # stable: of equal scores the earlier
@@ -193,8 +217,16 @@ class _Queue:
     @property
     def proven(self) -> bool:
         """Whether nothing left or dropped can pass the worst of the finished ones that are asked for."""
-        left = max((item[2] for item in self.items), default=-math.inf)
-        best = max(left, self.dropped)
+        return self._proves([item[2] for item in self.items], self.dropped)
+
+    @property
+    def assumed(self) -> bool:
+        """Whether the proof needs the heuristic."""
+        by_sum = [self.bound(one.total, len(one.token_ids)) for *_, one in self.items]
+        return self.proven and not self._proves(by_sum, self.dropped_by_sum)
+
+    def _proves(self, left: list[float], dropped: float) -> bool:
+        best = max([*left, dropped])
         if len(self.finished) < self.count:
             return best == -math.inf
         return self.finished[-1].score >= best
@@ -209,10 +241,10 @@ def _continuations(queue: _Queue, model: Model, shard: VocabShard, branching: in
     found = expand(scores, branching + 1, normalized=not renormalize)
     logprobs, ids = (x[0].tolist() for x in found)
     if logprobs[branching] > -math.inf:  # the first that is left out, which bounds the others
-        total = one.total + logprobs[branching]
-        queue.dropped = max(queue.dropped, queue.bound(total, len(one.token_ids)))
+        lost = queue.bound(one.total + logprobs[branching], len(one.token_ids))
+        queue.drop(lost, lost)
     if not renormalize and logprobs[0] > 0:
-        queue.dropped = math.inf
+        queue.drop(math.inf, math.inf)
     children = []
     for logprob, token in zip(logprobs[:branching], ids[:branching], strict=True):
         if logprob > -math.inf:
@@ -220,5 +252,5 @@ def _continuations(queue: _Queue, model: Model, shard: VocabShard, branching: in
             choice = Choice(chosen, torch.full_like(sums, logprob), first == 0)
             chain, state = one.chain.follow(first, choice), reorder(stepped.state, first)
             ids_so_far, total = (*one.token_ids, token), one.total + logprob
-            children.append(_Prefix(ids_so_far, total, one.view.appended(chosen), chain, state))
+            children.append(_Prefix(ids_so_far, total, one.view.appended(chosen), chain, state, one.limit))
     return children

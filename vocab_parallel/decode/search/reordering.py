@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _State = TypeVar("_State")
+_PLAIN = (str, bytes, int, float, bool)
 
 
 def reorder(
@@ -23,7 +24,8 @@ def reorder(
     Tensors are taken by their first dimension (those without dimensions stay); dicts, lists, tuples and dataclasses by
     what they hold; objects with a method by that: `fork(parents, children)` (random streams, so that the beams of one
     parent draw different numbers), `rows(index)` (views, policy states with their streams), `reorder_cache(index)` or
-    `batch_select_indices(index)` (Transformers' caches, which change in place). Text, numbers and None stay.
+    `batch_select_indices(index)` (Transformers' caches, which change in place). Text, numbers and None stay, but a list
+    of nothing else is refused: it may hold one for each beam.
 
     Args:
         parents: The same on every rank.
@@ -58,7 +60,7 @@ def flat_parents(parents: Tensor, beams: int | None = None) -> Tensor:
 def _reorder(state: Any, index: Tensor, where: str) -> Any:
     if isinstance(state, Tensor):
         return _take(state, index, where)
-    if state is None or isinstance(state, (str, bytes, int, float, bool)):
+    if state is None or isinstance(state, _PLAIN):
         return state
     if hasattr(state, "fork"):
         return state.fork(index, _numbers(index))
@@ -68,6 +70,11 @@ def _reorder(state: Any, index: Tensor, where: str) -> Any:
             return state
     if isinstance(state, Mapping):
         return {key: _reorder(value, index, f"{where}[{key!r}]") for key, value in state.items()}
+    if isinstance(state, list) and state and all(isinstance(one, _PLAIN) for one in state):
+        raise TypeError(
+            f"{where} is a list of {len(state)} plain values, which may be one for each beam and would stay behind: "
+            "use a tensor with a row for each beam, or a tuple for what all beams share."
+        )
     if isinstance(state, (list, tuple)):
         items = [_reorder(value, index, f"{where}[{at}]") for at, value in enumerate(state)]
         return type(state)(*items) if hasattr(state, "_fields") else type(state)(items)

@@ -44,6 +44,8 @@ class Fsm(Processor):
         super().__post_init__()
         if isinstance(self.machine, Mapping):
             object.__setattr__(self, "machine", StateMachine.from_dict(self.machine))
+        if not isinstance(self.machine, StateMachine):
+            raise ValueError(f"fsm's machine must be a StateMachine or its mapping, got {self.machine!r:.80}")
 
     def check(self, vocab_size: int, rows: int | None) -> None:
         super().check(vocab_size, rows)

@@ -15,6 +15,7 @@ from vocab_parallel.errors import TokenRangeError
 
 ANY = 1 << 31  # one past every token id: an edge up to here is for all ids from its first
 _STRIDE = 1 << 32
+_MOST_STATES = 1 << 22  # a table over all states is made of their number, which a file may say without having edges
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +122,10 @@ class StateMachine:
                 merged[-1] = (state, merged[-1][1], high, after)
             else:
                 merged.append((state, low, high, after))
+        if not 0 < _integer(states) <= _MOST_STATES:
+            raise ValueError(f"a machine has 1 to {_MOST_STATES:,} states, got {states:.6g}")
         for state in accepting:
-            if not 0 <= state < states:
+            if not 0 <= _integer(state) < states:
                 raise ValueError(f"the accepting state {state} is outside [0, {states})")
         ends = torch.zeros(states, dtype=torch.bool)
         ends[torch.tensor(list(accepting), dtype=torch.int64)] = True
@@ -227,8 +230,8 @@ def require_legal(machine: StateMachine, state: Tensor, token_ids: Tensor, legal
 
 
 def _integer(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TokenRangeError(f"the states and token ids of a machine must be integers, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**62:
+        raise TokenRangeError(f"the states and token ids of a machine must be integers, got {value!r:.60}")
     return value
 
 

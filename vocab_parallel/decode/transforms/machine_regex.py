@@ -19,6 +19,9 @@ Range = tuple[int, int]
 _TOKEN = re.compile(r"\s*(?:(\d+)|(\{\s*\d+\s*(?:,\s*\d*\s*)?\})|(\[\^?[\d\s-]*\])|([.()|*+?]))")
 _STATE_LIMIT = 1 << 16
 _REPEAT_LIMIT = 1 << 12
+_LENGTH_LIMIT = 1 << 20  # of the text
+_MOVE_LIMIT = 1 << 20  # ranges of ids: a set of many, repeated, has as many each time
+_WORK_LIMIT = 1 << 20  # states of all sets of states
 
 
 def compile_regex(pattern: str, stop: int) -> tuple[list[Edge], int, list[int]]:
@@ -28,7 +31,10 @@ def compile_regex(pattern: str, stop: int) -> tuple[list[Edge], int, list[int]]:
         stop: One past the largest id that `.` and `[^...]` stand for.
     """
     nfa = _Nfa()
-    first, last = _Parser(pattern, stop, nfa).parse()
+    try:
+        first, last = _Parser(pattern, stop, nfa).parse()
+    except RecursionError as error:
+        raise ValueError("regular expression over token ids: parentheses nested too deeply") from error
     return _determinise(nfa, first, last)
 
 
@@ -38,6 +44,8 @@ class _Nfa:
 
     moves: list[list[tuple[Range, int]]] = field(default_factory=list)
     free: list[list[int]] = field(default_factory=list)
+    ranges: int = 0
+    visited: int = 0
 
     def state(self) -> int:
         if len(self.moves) >= _STATE_LIMIT:
@@ -54,6 +62,9 @@ class _Nfa:
                 if after not in found:
                     found.add(after)
                     left.append(after)
+        self.visited += len(found)
+        if self.visited > _WORK_LIMIT:
+            raise ValueError("the regular expression needs too many sets of states: make it simpler")
         return frozenset(found)
 
 
@@ -66,7 +77,10 @@ class _Parser:
         self.starts: list[int] = []
         self.at = 0
         position = 0
-        while pattern[position:].strip():
+        end = len(pattern.rstrip())
+        if end > _LENGTH_LIMIT:
+            raise ValueError(f"a regular expression over token ids of {end:,} signs, more than {_LENGTH_LIMIT:,}")
+        while position < end:
             match = _TOKEN.match(pattern, position)
             if match is None:
                 raise self.error("unknown sign", position + len(pattern[position:]) - len(pattern[position:].lstrip()))
@@ -163,7 +177,11 @@ class _Parser:
         if token in (")", "|", "*", "+", "?", "") or token[0] == "{":
             raise self.error("expected an id before")
         first, last = self.nfa.state(), self.nfa.state()
-        self.nfa.moves[first] += [(one, last) for one in self.ranges(token)]
+        ranges = self.ranges(token)
+        self.nfa.ranges += len(ranges)
+        if self.nfa.ranges > _MOVE_LIMIT:
+            raise ValueError(f"the regular expression needs more than {_MOVE_LIMIT} ranges of ids: make it simpler")
+        self.nfa.moves[first] += [(one, last) for one in ranges]
         self.at += 1
         return first, last
 
@@ -199,7 +217,8 @@ class _Parser:
         if position is None:
             position = self.starts[self.at] if self.at < len(self.starts) else len(self.pattern)
         rest = self.pattern[position : position + 12] or "the end"
-        return ValueError(f"regular expression over token ids: {what} {rest!r}, place {position} of {self.pattern!r}")
+        where = f"place {position} of {self.pattern!r:.200}"
+        return ValueError(f"regular expression over token ids: {what} {rest!r}, {where}")
 
 
 def _determinise(nfa: _Nfa, first: int, last: int) -> tuple[list[Edge], int, list[int]]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vocab_parallel.agreement import Exchange
+from vocab_parallel.agreement import Exchange, capture
 from vocab_parallel.errors import ConfigError, LayoutMismatchError
 from vocab_parallel.integrations.transformers.modules import ShardedEmbedding, ShardedHead, Snapshot, scale_gradient
 from vocab_parallel.loss.options import Scores
@@ -29,6 +29,7 @@ class Conversion:
         logits_with_loss: Return logits beside a loss.
         plain, before: The model's class, and its embedding and head, before.
         managed: Something that knows of the shards clips gradients and saves: see `attach`.
+        labels_known: Labels have been seen, and were not shifted already.
     """
 
     embedding: ShardedEmbedding
@@ -44,6 +45,7 @@ class Conversion:
     plain: type[Any]
     before: tuple[Snapshot, Snapshot]
     managed: bool = field(default=False)
+    labels_known: bool = field(default=False)
 
     def tables(self) -> Iterator[tuple[str, Any, str]]:
         """Qualified name, module and attribute of each sharded parameter; a tied one once, as the embedding's."""
@@ -67,14 +69,20 @@ class Conversion:
         if self.tied and self.embedding.weight is not self.head.weight:
             verify_tied(model)  # raises, naming both
 
-    def loss(self, hidden: Tensor, labels: Tensor, shifted: Tensor | None, items: Any, ignore_index: int) -> Tensor:
+    def loss(
+        self, hidden: Tensor, labels: Tensor, shifted: Tensor | None, items: Any, ignore_index: int,
+        input_ids: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The loss by the conventions of Transformers, of hidden states `[..., D]` and labels `[...]`.
 
-        Labels are shifted unless `shifted` are given. The mean over the valid rows, or their sum over `items`, the
-        number of rows of a larger batch. With `data_parallel`, rows and mean are those of all ranks; with `items` each
-        rank gets an equal share of the sum, so that shares add up as the losses of data-parallel ranks do.
+        Labels are shifted unless `shifted` are given; labels that are the next ids of `input_ids` already are refused.
+        The mean over the valid rows, or their sum over `items`, the number of rows of a larger batch. With
+        `data_parallel`, rows and mean are those of all ranks; with `items` each rank gets an equal share of the sum, so
+        that shares add up as the losses of data-parallel ranks do.
         """
+        fault: Exception | None = None
         if shifted is None:
+            fault = capture(self._require_unshifted, labels, input_ids, ignore_index)
             shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         shifted = shifted.to(hidden.device)
         # Ranks of a data-parallel group have shapes of their own, so only the row count is compared, by the loss.
@@ -83,6 +91,7 @@ class Conversion:
                 f"hidden states {list(hidden.shape)} and labels {list(shifted.shape)} disagree: labels are for every "
                 "position (no logits_to_keep with labels)."
             )
+        if fault is not None:
             Exchange(self.shard, "loss", "linear_cross_entropy", fault=fault).wait()
         rows, target = hidden.flatten(0, -2), shifted.flatten()
         options: dict[str, Any] = {
@@ -100,6 +109,25 @@ class Conversion:
             options["row_weight"] = (1.0 / _like(items, rows).float()).expand(len(target))
         loss = self.head.loss(rows, target, sequence_parallel=True, **options)
         return loss if items is None else loss / ranks
+
+    def _require_unshifted(self, labels: Tensor, input_ids: Tensor | None, ignore_index: int) -> None:
+        """Raises for labels that a data pipeline has shifted already: the model would shift them once more.
+
+        Looked at until a batch has told, which is the first one with a label: it costs one wait for the device.
+        """
+        if self.labels_known or input_ids is None or input_ids.shape != labels.shape:
+            return
+        labels = labels.to(input_ids.device)
+        valid = labels != ignore_index
+        self.labels_known = bool(valid.any())
+        next_ids = (labels[..., :-1] == input_ids[..., 1:])[valid[..., :-1]]
+        if bool((labels == input_ids)[valid].all()) or not len(next_ids) or not bool(next_ids.all()):
+            return
+        raise ConfigError(
+            f"labels are shifted already: at all {len(next_ids)} places with a label they hold the id that follows in "
+            "input_ids. The model shifts them itself, so each place would learn the id after the next. Pass labels in "
+            "the places of their own ids (labels = input_ids), or the shifted ones as shift_labels beside labels."
+        )
 
     def whole_scores(self, hidden: Tensor) -> Tensor:
         """The model's logits `[..., vocab_size]`, in the hidden states' dtype."""

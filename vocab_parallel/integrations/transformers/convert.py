@@ -78,6 +78,7 @@ def apply(
         except Exception:
             _undo(model, conversion)
             raise
+    conversion.labels_known = False  # those of the proof say nothing of the caller's
     for snapshot in conversion.before:
         snapshot.parameters.clear()  # the whole tables end here
     return [name for name, _, _ in conversion.tables()]

@@ -72,7 +72,7 @@ def _forward(model: Any, plain: Any, rest: tuple[Any, ...], arguments: dict[str,
         arguments["return_dict"] = True
 
     def answer(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = conversion.loss(hidden, labels, shifted, items, ignore_index)
+        loss = conversion.loss(hidden, labels, shifted, items, ignore_index, arguments.get("input_ids"))
         return loss, conversion.whole_scores(hidden) if with_logits else None
 
     with conversion.head.answering(answer) as answers:

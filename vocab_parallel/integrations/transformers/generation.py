@@ -66,7 +66,8 @@ def generate(
         model: A converted model, in the mode it should run in (`model.eval()`).
         streams: Of the rows; a policy that draws nothing needs none.
         attention_mask: Prompts may be padded on either side: a row's last token is the last one that the mask marks,
-            and its positions count from its first. Without a mask all of `input_ids` are tokens.
+            and its positions count from its first. Without a mask all of `input_ids` are tokens, and a row that ends in
+            `pad_token_id` (unless that is an end id too) is an error.
         eos_token_id: Ids that end a row. None: those of `model.generation_config`; an empty list: none.
         pad_token_id: What the result holds after a row's end. None: the generation config's, or the first end id.
         streamer: As in `model.generate`: `put` gets the prompts, then each step's ids, and `end` is called. Give it on

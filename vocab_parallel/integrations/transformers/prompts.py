@@ -59,7 +59,9 @@ class Prompts:
 
         def make() -> None:
             mask = _checked(input_ids, attention_mask, shard.vocab_size, max_new_tokens)
-            eos_ids, pad_id = _ends(model, eos_token_id, pad_token_id, shard.vocab_size)
+            eos_ids, pad_id, pads = _ends(model, eos_token_id, pad_token_id, shard.vocab_size)
+            if attention_mask is None and pads:
+                _require_no_padding(input_ids, pad_id)
             ids, mask = _moved_right(input_ids.to(device), mask.to(device))
             made.append(cls(ids, mask, View.of(torch.where(mask, ids, -1)), eos_ids, pad_id))
             check(len(ids))
@@ -104,8 +106,8 @@ def _checked(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int, 
 
 def _ends(
     model: Any, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None, vocab_size: int
-) -> tuple[list[int], int]:
-    """End ids and the padding id, from the arguments or else the generation config."""
+) -> tuple[list[int], int, bool]:
+    """End ids and the padding id, from the arguments or else the generation config; whether it is padding only."""
     defaults = getattr(inner_of(model), "generation_config", None)
     eos: Any = eos_token_id if eos_token_id is not None else getattr(defaults, "eos_token_id", None)
     pad: Any = pad_token_id if pad_token_id is not None else getattr(defaults, "pad_token_id", None)
@@ -114,7 +116,16 @@ def _ends(
     for name, token in (*(("eos_token_id", one) for one in eos_ids), ("pad_token_id", pad_id)):
         if not 0 <= token < vocab_size:
             raise TokenRangeError(f"{name} {token} is outside [0, {vocab_size})")
-    return eos_ids, pad_id
+    return eos_ids, pad_id, pad is not None and pad_id not in eos_ids
+
+
+def _require_no_padding(input_ids: Tensor, pad_id: int) -> None:
+    rows = (input_ids[:, -1] == pad_id).nonzero()
+    if len(rows):
+        raise ValueError(
+            f"row {int(rows[0])} of input_ids ends in pad_token_id {pad_id}, and there is no attention_mask: its next "
+            "token would be that of a padding place. Pass attention_mask, 0 where input_ids is padding."
+        )
 
 
 def _moved_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
