@@ -35,12 +35,26 @@ def added_memory(work: Callable[..., Any], *args: Any, warm_up: tuple[Any, ...],
         work: A module-level function; the process imports it by name. What it reads should be made elsewhere.
         args: Sent by value, as `warm_up` is.
     """
-    (added,) = run_ranks(_measure, 1, work, args, warm_up, timeout=timeout)
-    return Added(*added)
+    return added_by_each(work, [args], warm_up=[warm_up], timeout=timeout)[0]
 
 
-def _measure(rank: int, work: Callable[..., Any], args: tuple[Any, ...], warm_up: tuple[Any, ...]) -> tuple[int, int]:
-    work(*warm_up)
+def added_by_each(
+    work: Callable[..., Any], inputs: list[tuple[Any, ...]], *, warm_up: list[tuple[Any, ...]], timeout: float = 120.0
+) -> list[Added]:
+    """The same of several pieces of work, one after another in one process, idle before each."""
+    (added,) = run_ranks(_measure, 1, work, inputs, warm_up, timeout=timeout)
+    return [Added(*each) for each in added]
+
+
+def _measure(
+    rank: int, work: Callable[..., Any], inputs: list[tuple[Any, ...]], warm_up: list[tuple[Any, ...]]
+) -> list[tuple[int, int]]:
+    for args in warm_up:
+        work(*args)
+    return [_added(work, args) for args in inputs]
+
+
+def _added(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, int]:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the recorded peak begins anew

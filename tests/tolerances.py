@@ -47,4 +47,5 @@ def require_equal(name: str, tensors: list[Tensor]) -> None:
 
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's bytes, for comparisons in which NaN equals NaN."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    # a clone: what has one row or column counts as contiguous with any stride, and has no view as bytes then
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

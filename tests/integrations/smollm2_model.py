@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import gguf
@@ -50,9 +51,9 @@ def state_dict(file):
     return state
 
 
-def encode(file, text):
-    """Token ids of a text, with the digits split as in the model's training."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def tokenizer_of(file):
+    """Its byte-level BPE, with the digits split as in the model's training."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     def listed(name):
         field = file.fields[name]
@@ -64,7 +65,24 @@ def encode(file, text):
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    return tokenizer.encode(text).ids
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def encode(file, text):
+    """Token ids of a text."""
+    return tokenizer_of(file).encode(text).ids
+
+
+def write_tokenizer(folder):
+    """What `read_vocabulary` reads: the tokenizer with its control tokens as special ones."""
+    file = reader()
+    tokenizer, field = tokenizer_of(file), file.fields["tokenizer.ggml.token_type"]
+    control = [at for at, kind in enumerate(field.data) if int(field.parts[kind][0]) == 3]
+    tokenizer.add_special_tokens([tokenizer.id_to_token(at) for at in control])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    roles = {role: tokenizer.id_to_token(at) for role, at in (("bos_token", 1), ("eos_token", 2))}
+    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
 
 
 def write_checkpoint(folder):

@@ -226,6 +226,11 @@ def _afterwards(rank):
              model.state_dict().items() if "embed" in name}  # fmt: skip
     wrong = {name: tensor[: VOCAB + 1] for name, tensor in wrong.items()}
     errors["another vocabulary"] = attempt(lambda: model.load_state_dict(wrong, strict=False))
+    shifted = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    errors["shifted labels"] = attempt(lambda: model(ids, labels=shifted))
+    spread = build("llama", VOCAB)
+    vp.apply(spread, shard=shard, data_parallel=True)
+    errors["shifted on one rank"] = attempt(lambda: spread(ids, labels=shifted if rank else labels))
     head = model.lm_head
     model.lm_head = nn.Linear(16, VOCAB, bias=False)
     errors["another head"] = attempt(lambda: model(ids, labels=labels))
@@ -250,6 +255,8 @@ LATER = {
     "scaler": (CONFIG, ["float16", "bfloat16"]),
     "norm": (CONFIG, ["norm_type=1"]),
     "another vocabulary": (["CheckpointLayoutError"], ["20", "19", "model.embed_tokens.weight"]),
+    "shifted labels": (CONFIG, ["labels", "shifted already", "shift_labels"]),
+    "shifted on one rank": (CONFIG, ["labels", "shifted already", "shift_labels"]),
     "another head": (CONFIG, ["lm_head", "Linear"]),
     "copied": (TYING, PAIR),
     "copied, verified": (TYING, PAIR),

@@ -53,6 +53,7 @@ class Case:
     offset: float = 0.0  # added to all logits of a row
     grid: float | None = None  # all values are rounded to multiples of this: equal logits become common
     outputs: tuple[str, ...] = ()  # rows' outputs to ask for
+    memory: str = "contiguous"  # or "strided", or "expanded": every row of the input is the first one, stored once
     options: dict[str, Any] = field(default_factory=dict)  # of the loss itself
     execution: dict[str, Any] = field(default_factory=dict)  # arguments that change how, not what, is computed
     seed: int = 0
@@ -64,7 +65,7 @@ class Case:
             default = one.default if one.default_factory is MISSING else one.default_factory()
             if getattr(self, one.name) != default:
                 given.append(f"{one.name}={getattr(self, one.name)!r}")
-        return f"Case({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(given)})"
 
     @property
     def names(self) -> list[str]:
@@ -120,6 +121,8 @@ def whole(case: Case) -> dict[str, Tensor]:
     if case.masked:
         tensors["bias" if case.linear else "input"][..., list(case.masked)] = -torch.inf
     tensors = {name: tensor.to(case.dtype) for name, tensor in tensors.items()}
+    if case.memory == "expanded":
+        tensors["input"] = one_row(tensors["input"])
     tensors["target"] = _ids(case, draw)
     wide = case.options.get("reduction", "mean") == "none" or case.function == "token_logprobs"
     upstream = normal(*case.leading) if wide else normal()
@@ -157,10 +160,11 @@ def _ids(case: Case, draw: torch.Generator) -> Tensor:
 
 
 def _distribution(case: Case, draw: torch.Generator) -> Tensor:
-    """Non-negative rows, zeros among them, whose sums are not 1."""
+    """Non-negative rows, zeros among them, whose sums are not 1; as logarithms they are below 1."""
     shape = (*case.leading, case.vocab)
     q = torch.randn(shape, generator=draw, dtype=torch.float64).mul(2.0).softmax(-1)
-    q *= 0.5 + torch.rand(*case.leading, 1, generator=draw, dtype=torch.float64)
+    spread = 0.5 if case.options.get("log_target") else 1.0
+    q *= 0.5 + spread * torch.rand(*case.leading, 1, generator=draw, dtype=torch.float64)
     q[torch.rand(shape, generator=draw) < 0.2] = 0.0
     q[..., list(case.masked)] = 0.0
     return (q.log() if case.options.get("log_target") else q).to(torch.promote_types(case.dtype, torch.float32))
@@ -183,4 +187,13 @@ def local(case: Case, tensors: dict[str, Tensor], shard: VocabShard) -> dict[str
         for name in ["input", *(BY_TARGET if case.target_local else [])]:
             if name in mine and mine[name].dim():
                 mine[name] = mine[name][start : start + rows[shard.rank]].contiguous()
+    if case.memory == "expanded":
+        mine["input"] = one_row(mine["input"])
+    if case.memory == "strided":
+        mine = {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in mine.items()}
     return mine
+
+
+def one_row(tensor: Tensor) -> Tensor:
+    """The first row, as often as there are rows."""
+    return tensor.reshape(-1, tensor.shape[-1])[0].expand(tensor.shape) if tensor.numel() else tensor

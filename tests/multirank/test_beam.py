@@ -36,7 +36,7 @@ def inputs(kind, vocab, dtype):
     logits = torch.randn(REQUESTS, BEAMS, vocab, generator=draw, dtype=torch.float64) * 3
     sums = -torch.rand(REQUESTS, BEAMS, generator=draw, dtype=torch.float64) * 4
     if kind == "ties":  # few values, equal sums, and beams that are copies or permutations of each other
-        logits, sums = (logits / 3).round(), torch.zeros_like(sums)
+        logits, sums = (logits / 3).round(), torch.full_like(sums, -2.0)
         logits[:, 1] = logits[:, 0]
         logits[:, 2] = logits[:, 0].flip(-1)
     elif kind == "first step":
@@ -156,7 +156,7 @@ def _traffic(rank, dtype, n):
     """Calls and bytes of a step whose size the group has come to know."""
     shard = shard_of(2000)
     logits = torch.randn(2, 3, 2000, generator=torch.Generator().manual_seed(2)).to(dtype)
-    mine, sums = shard.slice(logits, -1), torch.zeros(2, 3, dtype=torch.float64)
+    mine, sums = shard.slice(logits, -1), torch.full((2, 3), -1.0, dtype=torch.float64)
     for _ in range(9):
         beam_step(mine, sums, shard=shard, candidates=n)
     with collectives() as (calls, sent):
@@ -235,6 +235,8 @@ def _bad_step(rank, what):
         logits[2] = -INF
     elif what == "score":
         sums[1, 3] = NAN
+    elif what == "copies":
+        sums[1, 1:3] = 0.0
     elif what == "other scores":
         sums[0, 0] = -float(rank)
     elif what == "candidates":
@@ -258,6 +260,7 @@ BAD_STEPS = {
     "inf": ("NonFiniteError", ["row 6", "+inf"]),
     "dead end": ("EmptySupportError", ["request 2"]),
     "score": ("ValueError", ["request 1", "beam 3", "nan"]),
+    "copies": ("ValueError", ["request 1", "beam 2"]),
     "other scores": ("LayoutMismatchError", ["rank 0", "beam_step"]),
     "candidates": ("ValueError", ["0"]),
     "shapes": ("LayoutMismatchError", ["[3, 3]"]),

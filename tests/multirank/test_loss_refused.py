@@ -13,8 +13,10 @@ import torch.distributed as dist
 from tests.batch import assert_all_raise, attempt
 from tests.multirank.sharded import Case, call, local, oracle, shard_of, whole
 from tests.multirank.shared_world import Batch
+from tests.multirank.test_deferred_errors import no_host_reads
 from tests.tolerances import require_close
-from vocab_parallel import loss
+from vocab_parallel import VocabLayout, VocabShard, kl_div, linear_kl_div, loss
+from vocab_parallel.agreement import raise_deferred
 
 CAPS = [{"softcap": value} for value in (0.0, -1.0, math.nan, math.inf, True, "30")]
 HEATS = [{"temperature": value} for value in (0.0, -1.0, math.nan, math.inf, None)]
@@ -94,6 +96,7 @@ FAULTS = {  # name -> the argument and what is wrong with it
     "a soft target of ids": ("target", lambda x: torch.zeros(x.shape[:-1])),
     "a soft target with a column too many": ("target", lambda x: torch.cat([x, x[:, :1]], 1)),
     "a soft target with a row too many": ("target", lambda x: torch.cat([x, x[:1]])),
+    "a soft target below 0": ("target", lambda x: x - 0.5),
 }
 ROW_WEIGHT = [{"weighted": True}, {"weighted": True, "linear": False}, {"weighted": True, "spread": "uneven"}]
 SOFT_TARGET = [{"soft": True}, {"soft": True, "linear": False}]
@@ -199,3 +202,20 @@ def test_options_that_do_not_go_together_are_refused(linear, combination):
 def test_unknown_outputs_are_refused_by_name():
     with pytest.raises(ValueError, match="perplexity"):
         loss.RowOutputs("lse", "perplexity")
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_target_that_is_no_distribution_is_told_of_later_where_errors_are_deferred(linear):
+    shard = VocabShard(VocabLayout(9, 1, multiple_of=1), deferred_errors=True)
+    draw = torch.Generator().manual_seed(0)
+    input, weight, teacher = (torch.randn(shape, generator=draw) for shape in ((4, 9), (9, 9), (4, 9)))
+    arguments = (input, weight) if linear else (input,)
+    divergence = linear_kl_div if linear else kl_div
+    for is_log, right, wrong in ((True, teacher.log_softmax(1), teacher), (False, teacher.softmax(1), teacher)):
+        with no_host_reads():
+            divergence(*arguments, right, shard=shard, log_target=is_log)
+        raise_deferred(shard)
+        with no_host_reads():
+            divergence(*arguments, wrong, shard=shard, log_target=is_log)
+        with pytest.raises(ValueError, match="the target of row 0 holds"):
+            raise_deferred(shard)

@@ -25,9 +25,11 @@ from vocab_parallel import (
 from vocab_parallel.errors import VocabularyError
 from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration import migrate_model_
-from vocab_parallel.vocabulary.migration.conformance import fixed_hidden
 from vocab_parallel.vocabulary.migration.initialization import MeanOfRows, MeanOfSources, Normal
 from vocab_parallel.vocabulary.migration.model_conformance import conformance_report, record_model
+from vocab_parallel.vocabulary.migration.records import (
+    fixed_hidden,
+)
 
 WIDTH, STEPS = 16, 3  # a row is a whole number of vectors: the tail of a vector loop may round otherwise
 LARGE, SMALL = edited(), edited(9, 2, 6, 2, seed=3)  # the small one is over 4 ranks of 3, 3, 3 and no rows

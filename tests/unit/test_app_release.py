@@ -78,6 +78,7 @@ def test_rollback_verify_and_list_tell_what_is_in_use(run, capsys):
     assert command("list", run / "releases") == 0
     out = capsys.readouterr().out
     assert f"* {second} " in out and f"  {first} " in out and f"rollback goes to {first}" in out
+    assert [line[2:18] for line in out.splitlines()[1:3]] == [first, second], "not in the order of their promotion"
     assert command("rollback", run / "releases") == 0
     assert f"rolled back from {second}; in use: {run}/releases/current -> {first}" in capsys.readouterr().out
     assert command("verify", run / "releases") == command("verify", run / "releases" / second) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from vocab_parallel.app.config import DataConfig
 from vocab_parallel.app.data import _key
-from vocab_parallel.app.vocabulary import ByteVocabulary, TokenizerFile, open_vocabulary, tekken_path
+from vocab_parallel.app.vocabulary import ByteVocabulary, TokenizerFile, open_vocabulary, require_trainable, tekken_path
 from vocab_parallel.app.writing import Text
 from vocab_parallel.errors import ConfigError
 from vocab_parallel.vocabulary import byte_identity, read_vocabulary
@@ -91,6 +92,26 @@ def test_a_file_has_the_roles_of_its_folder_and_one_role_serves_for_both(trained
             open_vocabulary(str(path))
     finally:
         configure(trained, bos_token="<s>", eos_token={"content": "</s>"})
+
+
+def test_what_training_can_read_is_told_without_a_library_that_encodes(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ByteVocabulary().identity.write(tmp_path / "table.json")
+    (tmp_path / "tokenizer.json").write_text((trained / "tokenizer.json").read_text())  # without roles
+    refused = [str(tmp_path / "table.json"), str(tmp_path), str(tmp_path / "missing")]
+    said = []
+    for name in refused[:2]:
+        with pytest.raises(ConfigError) as found:
+            open_vocabulary(name)
+        said.append(str(found.value))
+    for package in ("tokenizers", "tiktoken"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for name in (str(trained), str(trained / "tokenizer.json"), "tekken", "bytes"):
+        require_trainable(name)
+    for name, words in zip(refused, [*said, "missing"], strict=True):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            require_trainable(name)
 
 
 def test_words_are_written_with_spaces_between(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ STATES: dict[str, tuple[Any, str]] = {
     "an endless step": ({"step": 10**300}, "step holds"),
     "a layout of nothing": ({"layout": {}}, "layout holds"),
     "a layout that does not add up": ({"layout": {**LAYOUT, "padded_size": V - 1}}, "layout holds"),
-    "a scalar that is no number": ({"scalars": {"a": float("nan")}}, "scalars holds"),
+    "a scalar that is no number": ({"scalars": {"a": float("nan")}}, "NaN is not a JSON number"),
     "no files": ({"files": {}}, "files holds"),
     "tensors without a hash": ({"files": {".metadata": {"bytes": 3, "sha256": ""}}}, "__0_0.distcp has no hash"),
     "a layout of words": ({"layout": {"vocab_size": "9"}}, "layout holds"),
@@ -422,3 +422,11 @@ def test_no_warning_comes_from_reading(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         open_checkpoint(write(tmp_path)).verify()
+
+
+def test_a_save_that_keeps_all_removes_what_a_crash_has_left_and_no_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000004.partial")
+    prune(tmp_path, None, tmp_path / "step-00000003")
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-0000000{step}" for step in (1, 2, 3)}

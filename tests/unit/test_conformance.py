@@ -14,11 +14,13 @@ from vocab_parallel.vocabulary.mapping import VocabMap
 from vocab_parallel.vocabulary.migration.conformance import (
     Check,
     ConformanceReport,
-    TableRecord,
     compare_records,
+    new_mass,
+)
+from vocab_parallel.vocabulary.migration.records import (
+    TableRecord,
     exact_scores,
     fixed_hidden,
-    new_mass,
     record_table,
     row_hashes,
 )

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import torch
 
+from tests.pages import block_with
 from vocab_parallel import Streams, VocabLayout, VocabShard, decode, greedy, sample
 from vocab_parallel.decode import Fsm, StateMachine, View, contrastive_candidates, contrastive_select, vllm
 
 VOCAB = 64
-
-
-def block_with(file: str, words: str) -> str:
-    blocks = re.findall(r"```python\n(.*?)```", Path(file).read_text(encoding="utf-8"), re.S)
-    (block,) = [block for block in blocks if words in block]
-    return block
 
 
 def names() -> dict[str, object]:

@@ -441,6 +441,7 @@ CHANGES: list[tuple[dict[str, Any], str, str, str, str]] = [
     ({"loss__vocabulary_sharded": False}, "loss.vocabulary_sharded", TUNE, TUNE, TUNE),
     ({"policy__selector": "greedy"}, "policy.selector", MUST, TUNE, MUST),
     ({"policy__stop_ids": (2, 3)}, "policy.stop_ids", MUST, TUNE, MUST),
+    ({"policy__logprobs": "raw"}, "policy.logprobs", MUST, TUNE, MUST),
     ({"policy__name": "other"}, "policy.name", READ, READ, READ),
     ({"randomness__algorithm": "mt19937"}, "randomness.algorithm", MUST, TUNE, MUST),
     ({"randomness__draw_contract": "one uniform per row"}, "randomness.draw_contract", MUST, TUNE, MUST),

@@ -459,7 +459,7 @@ def permute_and_append(source: str, target: str, vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [65_536, 98_304])
 def test_a_migration_needs_less_memory_than_one_shard(tmp_path: Path, vocab: int) -> None:
-    width = 192
+    width = 128
     source, small = big(tmp_path / "old", vocab, width), big(tmp_path / "small", 4096, width)
     added = added_memory(
         permute_and_append,

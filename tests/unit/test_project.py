@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -19,7 +20,8 @@ else:
 
 ROOT = Path(__file__).parents[2]
 HOSTS = ["megatron", "deepspeed", "transformers", "fsdp"]
-SCRIPTS = ["scripts/lib.sh", "scripts/quickstart", "scripts/test", "scripts/check", "scripts/bench", ".ci/run",
+SCRIPTS = ["scripts/lib.sh", "scripts/quickstart", "scripts/test", "scripts/check", "scripts/bench",
+           "scripts/docs", "scripts/fuzz", "scripts/chaos", ".ci/run",
            "launch/local.sh", "launch/two_nodes.sh", "launch/slurm.sbatch",
            *(f"launch/{host}.sh" for host in HOSTS)]  # fmt: skip
 LOCKS = ["quickstart", "dev", "dev-data", "data", "bench", "hosts"]
@@ -78,7 +80,7 @@ def test_scripts_stop_at_the_first_failure(path: str) -> None:
 
 def test_ci_calls_check_and_test_and_nothing_else() -> None:
     lines = [words for words in commands(".ci/run") if words[0] not in ("set", "cd")]
-    assert lines == [["scripts/check"], ["scripts/test"]]
+    assert lines == [["scripts/check"], ["COVERAGE=1", "scripts/test"], ["scripts/check", "coverage"]]
 
 
 def test_quickstart_runs_the_main_job_and_passes_its_arguments() -> None:
@@ -166,3 +168,27 @@ def test_the_readme_shows_the_lines_that_the_hosts_tests_run(host: str) -> None:
     block = page.split("<!-- three lines -->\n", 1)[1].split("```\n", 1)[0]
     assert block.startswith("```python\n") and block in (ROOT / "README.md").read_text()
     assert f"(hosts/{host}.md)" in (ROOT / "docs" / "hosts.md").read_text()
+
+
+def test_the_readmes_file_tree_names_what_is_there() -> None:
+    """Every path in it exists; every module and package at the top, every script and every folder of tests is in it."""
+    tree = re.search(r"^```\n(vocab_parallel/\n.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    assert tree is not None
+    named: set[str] = set()
+    folder = ""
+    for line in tree[1].splitlines():
+        inside, indent = line.startswith("  "), len(line) - len(line.lstrip())
+        if indent > 2:
+            continue  # goes on with what is said of the paths above
+        folder = folder if inside else line.split()[0]
+        for word in itertools.takewhile(re.compile(r"\w+(/|\.py)|Dockerfile").fullmatch, line.split()):
+            named.add((folder if inside else "") + word.rstrip("/"))
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+    package = [path for path in (ROOT / "vocab_parallel").iterdir() if path.suffix == ".py" or path.is_dir()]
+    folders = [path for path in (ROOT / "tests").iterdir() if path.is_dir()]
+    there = {str(path.relative_to(ROOT)) for path in [*package, *folders] if not path.name.startswith("__")}
+    assert there <= named, there - named
+    scripts = re.search(r"^scripts/ +(.*)$", tree[1], re.M)
+    assert scripts is not None
+    for script in (ROOT / "scripts").iterdir():
+        assert re.search(rf"\b{re.escape(script.name)}\b", scripts[1]), script.name

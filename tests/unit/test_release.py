@@ -33,8 +33,10 @@ from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.vocabulary.identity import VocabIdentity
 from vocab_parallel.vocabulary.manifest import Manifest
 from vocab_parallel.vocabulary.mapping import VocabMap
-from vocab_parallel.vocabulary.migration.conformance import fixed_hidden
 from vocab_parallel.vocabulary.migration.initialization import Zeros
+from vocab_parallel.vocabulary.migration.records import (
+    fixed_hidden,
+)
 
 Refused = CheckpointLayoutError
 SWAPPED = [*TOKENS[:3], "b", "a", *TOKENS[5:]]

@@ -73,7 +73,7 @@ def test_what_safetensors_writes_is_read_by_rows_bit_for_bit(tmp_path):
         if len(tensor.shape) and len(tensor) > 1:
             assert same(found.read(name, 1, len(tensor) - 1), tensor[1:-1]), name
     blocks = list(row_blocks(tensors["long"].shape, torch.float32, lambda a, b: found.read("long", a, b)))
-    assert [block.nbytes <= BLOCK_BYTES for block in blocks] == [True, True]
+    assert len(blocks) > 20 and all(block.nbytes <= BLOCK_BYTES for block in blocks)
     assert same(torch.cat(blocks), tensors["long"])
 
 

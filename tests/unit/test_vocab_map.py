@@ -343,3 +343,14 @@ def test_tensors_given_are_left_as_they_were() -> None:
     pairs: Tensor = torch.tensor([[0, 1], [1, 0]])
     VocabMap.from_pairs(2, 2, pairs)
     assert pairs.tolist() == [[0, 1], [1, 0]]
+
+
+def test_tokens_whose_hashes_are_equal_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = VocabIdentity.of_tokens(["a", "b", "a", "c", "d", "b"])
+    new = VocabIdentity.of_tokens(["d", "b", "b", "a", "e", "a", "b"])
+    expected = VocabMap.from_vocabs(old, new, allow_drop=True).old_to_new.tolist()
+    assert expected == [3, 1, 5, -1, 0, 2]
+    for bits in (0, 1, 2):  # of the first hashes; with a salt before the token they are good ones
+        weak = lambda token, bits=bits: hash(token) if token[1:2] else hash(token) & ((1 << bits) - 1)  # noqa: E731
+        monkeypatch.setattr("vocab_parallel.vocabulary.pairing.token_hash", weak)
+        assert VocabMap.from_vocabs(old, new, allow_drop=True).old_to_new.tolist() == expected

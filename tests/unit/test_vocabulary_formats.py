@@ -475,6 +475,26 @@ def test_an_old_tokenizer_encodes_a_token_as_it_stands_within_a_text(
     assert old_encoder(tmp_path / "tiktoken")(b"the") == [257]
 
 
+def test_nothing_that_the_file_puts_before_a_text_or_cuts_off_is_in_its_sub_tokens(tmp_path: Path) -> None:
+    words = ["▁", "a", "b", "c", "▁a", "ab", "▁ab"]
+    model = {"type": "BPE", "vocab": {word: at for at, word in enumerate(words)},
+             "merges": ["▁ a", "a b", "▁ ab"]}  # fmt: skip
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    prepend = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]}
+    cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    shared = {
+        "version": "1.0", "model": model, "decoder": None, "post_processor": None, "padding": None,
+        "added_tokens": [{"id": 7, "content": "abc", "normalized": True, **flags}],
+    }  # fmt: skip
+    file = {**shared, "truncation": cut, "normalizer": prepend, "pre_tokenizer": None}
+    plain = {**shared, "truncation": None, "normalizer": {**prepend, "normalizers": [replace]}, "pre_tokenizer": None}
+    encode, library = old_encoder(written(tmp_path, file)), tokenizers.Tokenizer.from_str(json.dumps(plain))
+    for text in ("abc", "ab", " ab", "ababc a abc", "cab abcab"):
+        assert encode(text.encode()) == library.encode(text).ids, text
+    assert encode(b"ab") == [5]
+
+
 def test_bytes_that_are_no_text_go_by_their_single_tokens(
     byte_level: dict[str, Any], piece_models: dict[str, bytes], tmp_path: Path
 ) -> None:
