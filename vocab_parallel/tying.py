@@ -129,11 +129,10 @@ def _require_same_rows(
 ) -> None:
     source, own = embedding.weight, other.weight
     if embedding.shard.layout != other.shard.layout or embedding.shard.group != other.shard.group:
+        both = f"{embedding.shard.layout} and {name} over {other.shard.layout}"
         groups = " in another process group" if embedding.shard.layout == other.shard.layout else ""
-        raise TyingError(
-            f"cannot tie embedding.weight over {embedding.shard.layout} and {name} over {other.shard.layout}{groups}: "
-            "a tie needs the same ids on the same ranks. Build both from one VocabShard."
-        )
+        words = "a tie needs the same ids on the same ranks. Build both from one VocabShard."
+        raise TyingError(f"cannot tie embedding.weight over {both}{groups}: {words}")
     if source.shape != own.shape or source.dtype != own.dtype or source.device != own.device:
         wider = source.dim() == own.dim() == 2 and source.shape[1] != own.shape[1] and name == "lm_head.weight"
         raise TyingError(

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.jobs import MARK, alive
+
 ROOT = Path(__file__).parents[2]
-MARK = "VOCAB_PARALLEL_TEST_JOB"
 
 
 def torchrun(dying_rank: int, mark: str) -> subprocess.CompletedProcess[str]:
@@ -29,20 +30,6 @@ def torchrun(dying_rank: int, mark: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         check=False,
     )
-
-
-def alive(mark: str) -> list[int]:
-    """Processes that carry the mark, this one not counted."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                environment, state = (entry / "environ").read_bytes(), (entry / "stat").read_text().rsplit(")", 1)[1]
-            except OSError:  # ended meanwhile, or another user's
-                continue
-            if f"{MARK}={mark}".encode() in environment.split(b"\0") and state.split()[0] != "Z":
-                found.append(int(entry.name))
-    return found
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for left processes in /proc")
