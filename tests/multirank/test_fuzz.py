@@ -43,6 +43,10 @@ FOUND: dict[str, FuzzCase] = {
     "one leaf of a strided weight was copied and the next was not": Invariant(
         case=Case("drawn", vocab=41, leading=(), memory="strided"), groups=((3,), (2, 3), (2, 0, 3, 1)), leaf=19
     ),
+    # the oracle's fault: this loss is within 4e-12 of 50 digits, logsumexp's backward was within 4e-8
+    "the oracle's gradient of lse squared rounded at the size of lse": Losses(
+        case=Case("drawn", offset=-1e4, options={"temperature": 0.5, "z_loss": 0.3})
+    ),
 }
 
 

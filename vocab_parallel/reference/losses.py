@@ -67,7 +67,9 @@ def cross_entropy(
     """`-sum_v q_v log p_v + z_loss lse^2` in nats a row; 0 for ignored rows, and for the mean of none."""
     q, valid = target_distribution(target, logits.shape[-1], ignore_index, label_smoothing, smoothing_over)
     z = scores(torch.where(valid[..., None], logits, 0.0), softcap, temperature)  # an ignored row may hold anything
-    rows = -_times(q.to(z.dtype), z.log_softmax(-1)).sum(-1) + z_loss * z.logsumexp(-1) ** 2
+    top = z.detach().amax(-1, keepdim=True)  # taken out first: logsumexp's own backward rounds z - lse at lse's size
+    lse = (z - top).logsumexp(-1) + top[..., 0]
+    rows = -_times(q.to(z.dtype), z.log_softmax(-1)).sum(-1) + z_loss * lse**2
     return reduce(rows, reduction, valid, row_weight)
 
 
