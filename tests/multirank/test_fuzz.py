@@ -43,6 +43,26 @@ FOUND: dict[str, FuzzCase] = {
     "one leaf of a strided weight was copied and the next was not": Invariant(
         case=Case("drawn", vocab=41, leading=(), memory="strided"), groups=((3,), (2, 3), (2, 0, 3, 1)), leaf=19
     ),
+    "a leaf of one number has any stride, and was copied at one TP size only": Invariant(
+        case=Case(
+            "drawn",
+            vocab=5,
+            leading=(1,),
+            hidden=1,
+            dtype=torch.float32,
+            bias=True,
+            ignored="all",
+            soft=True,
+            weighted=True,
+            scale=1.0,
+            memory="strided",
+            execution={"memory_budget": 1},
+            seed=1673076034,
+            options={"softcap": 1.5, "temperature": 0.5, "reduction": "none", "z_loss": 1e-4},
+        ),
+        groups=((0,), (2, 0), (2, 0, 3, 1)),
+        leaf=1,
+    ),
     # the oracle's fault: this loss is within 4e-12 of 50 digits, logsumexp's backward was within 4e-8
     "the oracle's gradient of lse squared rounded at the size of lse": Losses(
         case=Case("drawn", offset=-1e4, options={"temperature": 0.5, "z_loss": 0.3})

@@ -49,7 +49,8 @@ def aligned(leaf: Tensor) -> Tensor:
     may add in another order (seen in MKL without AVX2; cuBLAS looks at the alignment too). One leaf must not be copied
     into another layout than the next has.
     """
-    if leaf.data_ptr() % _ALIGNMENT == 0 and leaf.is_contiguous():
+    plain = leaf.is_contiguous() and leaf.stride() == (max(1, leaf.shape[1]), 1)  # a dimension of 1 may have any stride
+    if leaf.data_ptr() % _ALIGNMENT == 0 and plain:
         return leaf
     return leaf.clone(memory_format=torch.contiguous_format)
 
