@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel.collectives import Pending, all_gather, repeat
+from vocab_parallel.collectives import Pending, all_gather, all_gather_at_once, all_gather_words, repeat
 from vocab_parallel.deferral import Found, Plan, Step, class_code, first_row
 from vocab_parallel.headers import (
     HEADER_BYTES,
@@ -34,6 +34,8 @@ from vocab_parallel.shard import RankGroup, device_of
 __all__ = ["Exchange", "Found", "capture", "checksum", "first_row", "judge", "raise_deferred"]
 
 _MESSAGE_BYTES = 4096
+# Kinds of exchanges that nothing hides, of few bytes: their latency counts.
+_AT_ONCE = {"select", "sample", "candidates"}
 
 
 def capture(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
@@ -163,7 +165,7 @@ class Exchange:
         habit = self.group.habit
         self._rest: Pending | None = None
         with habit.unnoted():  # it is noted as an exchange, not as the all-gathers that it is made of
-            self._pending = all_gather(self.group, self._buffer)
+            self._pending = _gather(self.group, self.kind, self._buffer)
         if self._trusts:
             self._agree()
         elif self._defers and habit.known and not self._opens:  # a fault: the others go on, with a payload
@@ -187,7 +189,7 @@ class Exchange:
         if need > self._capacity:
             payload = self._buffer.new_zeros(need) if self._payload is None else as_bytes(self._payload)
             with self.group.habit.unnoted():
-                self._rest = all_gather(self.group, payload)
+                self._rest = _gather(self.group, kind, payload)
 
     def wait(self) -> Tensor:
         """All payloads in rank order, `[tp, *payload.shape]`; or the error that some rank has, on every rank."""
@@ -209,20 +211,13 @@ class Exchange:
             payloads = gathered[:, HEADER_BYTES : HEADER_BYTES + self._need].contiguous()
         return payloads.view(self._payload.dtype).view(self.group.size, *self._payload.shape)
 
-    def wait_words(self) -> list[list[int]]:
-        """As `wait`, for an int64 payload on a CPU: each rank's as Python's integers, in fewer steps."""
-        if self.group.size == 1 or self._trusts or self._payload is None or not self._fits or self._capacity % 8:
-            return self.wait().flatten(1).tolist()
-        words = self._pending.wait().view(torch.int64).tolist()
-        self.headers = [row[:HEADER_WORDS] for row in words]
-        self._raise_if_any()
-        self._agree()
-        return [row[HEADER_WORDS : HEADER_WORDS + self._payload.numel()] for row in words]
-
     def _raise_if_any(self) -> None:
         """Same headers, same decision on every rank; the words follow in one more all-gather."""
         others_go_on = any(header[TRUSTS] for header in self.headers)
-        error = self._verdict.error(self.headers, None if others_go_on else self._gather_words)
+        device = self._buffer.device
+        error = self._verdict.error(
+            self.headers, None if others_go_on else lambda words: _words_of_all(self.group, words, device)
+        )
         if error is None:
             return
         if others_go_on:
@@ -231,12 +226,6 @@ class Exchange:
             self.group.raise_deferred()  # an earlier error comes first, as on ranks that raise later
             self.group.unread.forget()
         raise error from self.fault
-
-    def _gather_words(self, words: str) -> list[str]:
-        encoded = words.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._buffer.device)
-        gathered = all_gather(self.group, sent).wait().cpu()
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
 
     def _go_along(self) -> None:
         """Issues the collectives that the other ranks issue after this one, so that none of them waits in vain."""
@@ -269,6 +258,45 @@ class Exchange:
             raise error
 
 
+def exchange_words(
+    group: RankGroup, kind: str, call: str, words: list[int], *, checksum: Tensor | int = 0, found: Found | None = None
+) -> list[list[int]]:
+    """An `Exchange` of a few of Python's integers, to its end: the same message in fewer steps of the host.
+
+    On a CPU, where errors are not deferred.
+    """
+    sizes, need = group.sizes(kind), 8 * len(words)
+    capacity = max(sizes)
+    if group.size == 1 or need > capacity or capacity % 8 or found is not None:
+        payload = torch.tensor(words, dtype=torch.int64)
+        exchange = Exchange(group, kind, call, payload=payload, checksum=checksum, found=found)
+        return exchange.wait().tolist()
+    if group.within is None:
+        group.raise_deferred()
+    header = [signature(f"{call} {need}"), 0, 0, 0, int(checksum), 0, -1, 0]
+    gathered = all_gather_words(group, [*header, *words, *[0] * (capacity // 8 - len(words))])
+    if any(row[:HEADER_WORDS] != header for row in gathered):
+        verdict = Verdict(call, group.rank, None, None, True, None)
+        device = torch.device("cpu")
+        error = verdict.error([row[:HEADER_WORDS] for row in gathered], lambda mine: _words_of_all(group, mine, device))
+        assert error is not None
+        raise error
+    sizes.append(need)
+    return [row[HEADER_WORDS : HEADER_WORDS + len(words)] for row in gathered]
+
+
+def _gather(group: RankGroup, kind: str, x: Tensor) -> Pending:
+    return all_gather_at_once(group, x) if kind in _AT_ONCE else all_gather(group, x)
+
+
+def _words_of_all(group: RankGroup, words: str, device: torch.device) -> list[str]:
+    """What each rank says, of up to 4 KiB."""
+    encoded = words.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
+    gathered = all_gather(group, sent).wait().cpu()
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
+
+
 def _alone(group: RankGroup, fault: Exception | None, found: Found | None) -> None:
     """What is left of an exchange in a group of one."""
     if fault is not None:
@@ -282,8 +310,8 @@ def _imitate(group: RankGroup, step: Step, like: Tensor) -> None:
     """Takes part in an exchange of the other ranks."""
     sizes = group.sizes(step.kind)
     capacity = max(sizes)
-    all_gather(group, like.new_zeros(HEADER_BYTES + capacity)).wait()
+    _gather(group, step.kind, like.new_zeros(HEADER_BYTES + capacity)).wait()
     if step.need is not None:
         sizes.append(step.need)
         if step.need > capacity:
-            all_gather(group, like.new_zeros(step.need)).wait()
+            _gather(group, step.kind, like.new_zeros(step.need)).wait()

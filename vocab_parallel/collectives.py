@@ -6,6 +6,7 @@ A backward first raises what forward left unread (see `deferral`): a rank that k
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
@@ -47,9 +48,17 @@ class Pending:
         return self._result
 
 
-def _start(name: str, group: RankGroup, sent: int, result: Tensor, keep: Tensor, issue: Callable[[], Any]) -> Pending:
+def _start(
+    name: str,
+    group: RankGroup,
+    sent: int,
+    result: Tensor,
+    keep: Tensor,
+    issue: Callable[[], Any],
+    step: Step | None = None,
+) -> Pending:
     group.traffic.add(name, sent)
-    group.habit.note(Step(name, tuple(keep.shape), keep.dtype, keep.device))
+    group.habit.note(step or Step(name, tuple(keep.shape), keep.dtype, keep.device))
     try:
         return Pending(name, group, result, issue(), keep)
     except RuntimeError as error:
@@ -90,6 +99,38 @@ def all_gather(group: RankGroup, x: Tensor) -> Pending:
     return _start(
         "all_gather", group, sent, out, x,
         lambda: getattr(dist, _ALL_GATHER)(every, mine, group=group.group, async_op=True),
+    )  # fmt: skip
+
+
+def all_gather_at_once(group: RankGroup, x: Tensor) -> Pending:
+    """`all_gather` of few bytes, where a step costs more than they do.
+
+    gloo's all-gather passes blocks round a ring, in tp - 1 steps that wait for each other. So on a CPU every rank sends
+    its block to all the others itself, by an all-to-all: the same bytes in one step. NCCL chooses for itself.
+    """
+    if group.size == 1 or x.device.type != "cpu":
+        return all_gather(group, x)
+    flat = x.reshape(-1)
+    return _send_to_all(group, flat.repeat(group.size), x.new_empty(group.size, *x.shape), x)
+
+
+def all_gather_words(group: RankGroup, words: list[int]) -> list[list[int]]:
+    """`all_gather_at_once` of Python's integers, on a CPU, to the end."""
+    packed = bytearray(struct.pack(f"={len(words)}q", *words) * group.size)
+    sent = torch.frombuffer(packed, dtype=torch.int64)
+    every = _send_to_all(group, sent, sent.new_empty(group.size, len(words)), sent[: len(words)]).wait()
+    return every.tolist()
+
+
+def _send_to_all(group: RankGroup, sent: Tensor, out: Tensor, x: Tensor) -> Pending:
+    """Starts sending the blocks of `sent`, each of them `x`, into `out`."""
+    mine, every = sent, out.view(-1)
+    if x.dtype not in _KNOWN:
+        mine, every = mine.view(torch.uint8), every.view(torch.uint8)
+    return _start(
+        "all_gather", group, x.nbytes * (group.size - 1), out, sent,
+        lambda: dist.all_to_all_single(every, mine, group=group.group, async_op=True),
+        Step("all_gather_at_once", tuple(x.shape), x.dtype, x.device),
     )  # fmt: skip
 
 
@@ -147,7 +188,8 @@ def all_to_all_rows(group: RankGroup, x: Tensor, sent: list[int], received: list
 def repeat(group: RankGroup, step: Step) -> None:
     """Issues a collective like `step`, of zeros."""
     collectives = {
-        "all_gather": all_gather, "all_reduce": all_reduce_, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all,
+        "all_gather": all_gather, "all_gather_at_once": all_gather_at_once, "all_reduce": all_reduce_,
+        "reduce_scatter": reduce_scatter, "all_to_all": all_to_all,
     }  # fmt: skip
     collectives[step.name](group, torch.zeros(step.shape, dtype=step.dtype, device=step.device)).wait()
 

@@ -23,17 +23,31 @@ _KINDS = {
         *("gather", "scatter", "reduce", "send", "recv", "recv_anysource"),
     ],
 }
+_TO_EACH = ("alltoall_base", "all_to_all_single")
+
+
+def _alike(blocks: torch.Tensor, ranks: int) -> bool:
+    """Whether a rank sends the same to everyone: an all-gather in one step."""
+    each = blocks.view(ranks, -1)
+    return torch.equal(each, each[:1].expand_as(each))
 
 
 @contextmanager
 def collectives() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Yields `(calls, bytes)` by kind, of all collectives of this process; bytes as a ring sends them."""
+    """Yields `(calls, bytes)` by kind, of all collectives of this process; bytes as a ring sends them.
+
+    An all-to-all of equal blocks counts as the all-gather that it is.
+    """
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     originals = {}
 
-    def counted(kind: str, original: Any) -> Any:
+    def counted(kind: str, name: str, original: Any) -> Any:
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if name in _TO_EACH and _alike(args[1], group.size()):
+                calls["all_gather"] += 1
+                sent["all_gather"] += args[1].nbytes * (group.size() - 1) // group.size()
+                return original(group, *args, **kwargs)
             calls[kind] += 1
             others = group.size() - 1
             if kind == "all_gather":
@@ -51,7 +65,7 @@ def collectives() -> Iterator[tuple[Counter[str], Counter[str]]]:
             for name in names:
                 if name in vars(dist.ProcessGroup):
                     originals[name] = vars(dist.ProcessGroup)[name]  # getattr would lose what binds it to a group
-                    setattr(dist.ProcessGroup, name, counted(kind, getattr(dist.ProcessGroup, name)))
+                    setattr(dist.ProcessGroup, name, counted(kind, name, getattr(dist.ProcessGroup, name)))
         yield calls, sent
     finally:
         for name, original in originals.items():

@@ -1,15 +1,19 @@
-"""Each autograd collective against its adjoint, and the gathering of whole tables."""
+"""Each autograd collective against its adjoint; gathers in one step, of whole tables, of words."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tests.multirank.counting import collectives as collectives_issued
 from tests.multirank.sharded import shard_of
 from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
 from vocab_parallel import collectives
+from vocab_parallel.agreement import Exchange, exchange_words
 from vocab_parallel.collectives import gather_vocab
+from vocab_parallel.deferral import Plan, Step
+from vocab_parallel.errors import LayoutMismatchError
 
 ROWS = [3, 0, 2, 1]
 
@@ -123,3 +127,121 @@ TABLES = Batch(
 @pytest.mark.parametrize("case", TABLES.cases)
 def test_slicing_then_gathering_gives_the_whole_table_back_without_padding(tp, case):
     TABLES(tp, *case)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float64]
+SHAPES = [(), (1,), (3,), (2, 1, 3), (0, 2), (1, 5)]
+
+
+def block(rank, dtype, shape):
+    return (torch.arange(torch.Size(shape).numel()).view(shape) * 7 + rank * 3 % 5).to(dtype)
+
+
+def strided(x):
+    """The same values with gaps between them."""
+    wide = x.new_zeros(*x.shape, 2)
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+def _at_once(rank, dtype, shape):
+    shard = shard_of(9)
+    mine = strided(block(rank, dtype, shape))
+    with collectives_issued() as (issued, sent):
+        direct = collectives.all_gather_at_once(shard, mine).wait()
+    return direct, collectives.all_gather(shard, mine).wait(), dict(issued), dict(sent), dict(shard.traffic.bytes)
+
+
+AT_ONCE = Batch(_at_once, [(dtype, shape) for dtype in DTYPES for shape in SHAPES])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gather_at_once_is_the_gather_and_sends_the_same_bytes(dtype, shape, tp):
+    expected = torch.stack([block(rank, dtype, shape) for rank in range(tp)])
+    size = expected[0].nbytes * (tp - 1)
+    for direct, ring, issued, sent, counted in AT_ONCE(tp, dtype, shape):
+        assert direct.dtype == dtype and torch.equal(direct, expected) and torch.equal(ring, expected)
+        if tp > 1:
+            assert (issued, sent, counted) == ({"all_gather": 1}, {"all_gather": size}, {"all_gather": 2 * size})
+
+
+def _repeated(rank):
+    """One rank imitates what the others gather."""
+    shard = shard_of(9)
+    x = torch.ones(3, dtype=torch.float32)
+    for gather in (collectives.all_gather_at_once, collectives.all_gather):
+        if rank == 0:
+            name = gather.__name__
+            collectives.repeat(shard, Step(name, tuple(x.shape), x.dtype, x.device))
+        else:
+            gathered = gather(shard, x).wait()
+            assert torch.equal(gathered.sum(1), torch.tensor([0.0] + [3.0] * (shard.size - 1)))
+    noted = Plan("", 0, "select", None)
+    shard.habit.begin(noted, known=False)
+    collectives.all_gather_at_once(shard, x).wait()
+    return noted.steps
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_that_goes_along_repeats_a_gather_at_once(tp):
+    for steps in run_ranks(_repeated, tp):
+        assert steps == [Step("all_gather_at_once", (3,), torch.float32, torch.device("cpu"))]
+
+
+def _words(rank, needs):
+    """Exchanges of words by their own function on some ranks, by `Exchange` on the others: they meet."""
+    shard, seen = shard_of(9), []
+    for at, need in enumerate(needs):
+        words = [10 * rank + place - 2**62 for place in range(need)]
+        if (rank + at) % 2:
+            got = exchange_words(shard, "select", f"call {at}", words, checksum=at)
+        else:
+            payload = torch.tensor(words, dtype=torch.int64)
+            got = Exchange(shard, "select", f"call {at}", payload=payload, checksum=at).wait().tolist()
+        seen.append((got, shard.traffic.total_bytes))
+    return seen
+
+
+NEEDS = [1, 3, 0, 70, 64, 2, 80]  # more than the 64 words that there is room for at first
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_words_are_exchanged_in_the_message_of_any_other_exchange(tp):
+    ranks = run_ranks(_words, tp, NEEDS)
+    for at, need in enumerate(NEEDS):
+        expected = [[10 * rank + place - 2**62 for place in range(need)] for rank in range(tp)]
+        assert all(seen[at][0] == expected and seen[at][1] == ranks[0][at][1] for seen in ranks)
+
+
+def _odd(rank, what):
+    shard = shard_of(9)
+    odd = rank == shard.size - 1
+    call = "other" if odd and what == "call" else "one"
+    try:
+        if odd and what == "fault":
+            Exchange(shard, "select", call, fault=ValueError("no words here"), device=torch.device("cpu")).wait()
+        checksum = int(odd and what == "checksum")
+        exchange_words(shard, "select", call, [1, 2] if odd and what == "need" else [1], checksum=checksum)
+    except (ValueError, LayoutMismatchError) as error:
+        return type(error).__name__, str(error), exchange_words(shard, "select", "after", [rank])
+    return None
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("call", "LayoutMismatchError the ranks of the group disagree. rank 0: one"),
+        ("need", "LayoutMismatchError the ranks of the group disagree. rank 0: one"),
+        ("checksum", "LayoutMismatchError rank 0 and rank {last} of the group passed different token ids"),
+        ("fault", "ValueError no words here [found by rank {last} of the group]"),
+    ],
+)
+def test_ranks_that_disagree_over_words_get_one_error(what, says, tp):
+    ranks = run_ranks(_odd, tp, what)
+    assert all(one == ranks[0] for one in ranks)
+    name, message, after = ranks[0]
+    assert f"{name} {message}".startswith(says.format(last=tp - 1))
+    assert after == [[rank] for rank in range(tp)], "the group is of use after it"

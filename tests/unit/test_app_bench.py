@@ -169,6 +169,7 @@ def _counted(rank: int) -> list[tuple[dict[str, int], dict[str, int]]]:
     for fn in (
         lambda: dist.all_reduce(x),
         lambda: dist.all_gather([x.clone(), x.clone()], x),
+        lambda: dist.all_to_all_single(torch.empty_like(x), x),
         lambda: dist.broadcast(x, 0),
         lambda: functional.all_reduce(x, "sum", dist.group.WORLD).sum(),
         lambda: scatter(x, "sum", 0, dist.group.WORLD).sum(),
@@ -185,6 +186,7 @@ def test_collectives_are_counted_on_every_road() -> None:
     assert run_ranks(_counted, 2) == [[
         ({"all_reduce": 1}, {"all_reduce": 24}),
         ({"all_gather": 1}, {"all_gather": 24}),
+        ({"all_to_all": 1}, {"all_to_all": 12}),
         ({"other": 1}, {"other": 24}),
         ({"all_reduce": 1}, {"all_reduce": 24}),
         ({"reduce_scatter": 1}, {"reduce_scatter": 12}),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel.agreement import Exchange, Found, judge
-from vocab_parallel.collectives import all_gather
+from vocab_parallel.agreement import Exchange, Found, exchange_words, judge
+from vocab_parallel.collectives import all_gather_at_once, all_gather_words
 from vocab_parallel.shard import RankGroup
 
 
@@ -50,17 +50,15 @@ class Channel:
             Exception: At the first gather, on every rank: what one of them has found wrong, or their disagreement.
         """
         if self.opened:
-            return all_gather(self.group, x).wait() if self.size > 1 else x[None]
+            return all_gather_at_once(self.group, x).wait() if self.size > 1 else x[None]
         return self._open(payload=x.contiguous())
 
-    def gather_words(self, words: list[int], device: torch.device) -> list[list[int]]:
-        """As `gather` for a few Python integers, on a CPU."""
-        if self.size == 1 and self.opened:
-            return [words]
-        x = torch.tensor(words, dtype=torch.int64, device=device)
+    def gather_words(self, words: list[int]) -> list[list[int]]:
+        """As `gather` for a few Python integers, on a CPU where errors are not deferred."""
         if self.opened:
-            return all_gather(self.group, x).wait().tolist()
-        gathered = self._exchange(payload=x).wait_words()
+            return all_gather_words(self.group, words) if self.size > 1 else [words]
+        self.opened = True
+        gathered = exchange_words(self.group, self.kind, self.call, words, checksum=self.checksum, found=self.found)
         self.agreed = True
         return gathered
 

@@ -122,7 +122,7 @@ def measure(scores: Scores, *, moments: bool = False) -> Masses:
         blocks, *more = _block_sums(scores.values, scores.largest, bits, moments)
     sums = [blocks.to(torch.int64).sum(1)]
     if not moments and may_use_words(scores):
-        by_rank = scores.channel.gather_words(sums[0].tolist(), blocks.device)
+        by_rank = scores.channel.gather_words(sums[0].tolist())
         totals = torch.tensor([sum(of_ranks) for of_ranks in zip(*by_rank, strict=True)])
         return Masses(scores.largest, bits, torch.tensor(by_rank), totals, blocks, width)
     if moments:

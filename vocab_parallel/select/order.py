@@ -32,7 +32,7 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int, *, may_read: bool = 
     """
     rows, columns = values.shape
     if k == 1:
-        return column_keys(values, token_ids, _argmax(values) if columns else None)
+        return column_keys(values, token_ids, _first_best(values).indices if columns else None)
     found = min(k, columns)
     planes = 2 if values.dtype == torch.float64 else 1
     out = torch.full((planes, rows, k), _LOW, dtype=torch.int64, device=values.device)  # an id beyond all
@@ -42,9 +42,9 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int, *, may_read: bool = 
     if columns > 2 * k * _BLOCK:
         values, token_ids = _narrowed(values, token_ids, k)
     if may_read and planes == 1 and values.numel() <= _SMALL:  # without ties the library's order of values will do
-        top = values.topk(found, dim=1)
-        if bool(((values >= top.values[:, -1:]).sum(1) == found).all()):
-            out[0, :, :found] = pack(top.values, ids_at(token_ids, top.indices))
+        top, index = values.topk(min(found + 1, values.shape[1]), dim=1)  # with the first that is left out
+        if found == values.shape[1] or bool((top[:, found - 1] > top[:, found]).all()):
+            out[0, :, :found] = pack(top[:, :found], ids_at(token_ids, index[:, :found]))
             return out
     if values.dtype == torch.float64:
         ordered, index = ordered_bits(values).sort(dim=1, descending=True, stable=True)
@@ -85,18 +85,19 @@ def _narrowed(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor
     return values.gather(1, index), ids_at(token_ids, index)
 
 
-def _argmax(values: Tensor) -> Tensor:
-    """The first column of each row's largest value, NaN above all."""
+def _first_best(values: Tensor) -> torch.return_types.max:
+    """The first column of each row's largest value, NaN above all, and that value."""
     columns = values.shape[1]
     whole = columns // _BLOCK
     if columns < _MANY_COLUMNS:
-        return values.max(1).indices
+        return values.max(1)
     blocks = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2)  # a maximum alone is far faster on a CPU
     if columns % _BLOCK:
         blocks = torch.cat([blocks, values[:, whole * _BLOCK :].amax(1, keepdim=True)], 1)
     start = blocks.max(1, keepdim=True).indices * _BLOCK
     index = (start + torch.arange(_BLOCK, device=values.device)).clamp(max=columns - 1)
-    return start[:, 0] + values.gather(1, index).max(1).indices
+    best, place = values.gather(1, index).max(1)
+    return torch.return_types.max((best, start[:, 0] + place))
 
 
 def merge(gathered: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -143,8 +144,11 @@ def best_words(values: Tensor, token_ids: Tensor) -> list[int]:
     """`best_columns` with k = 1 of few rows."""
     if values.shape[1] == 0:
         return [NONE] * len(values)
-    column = _argmax(values)
-    return words_of(values.gather(1, column[:, None]), ids_at(token_ids, column[:, None]))
+    best, column = _first_best(values)
+    if token_ids.dim() == 1:
+        first, columns = token_ids[0].item(), column.tolist()
+        return [_key(value, first + at) for value, at in zip(best.tolist(), columns, strict=True)]
+    return words_of(best[:, None], ids_at(token_ids, column[:, None]))
 
 
 def words_of(values: Tensor, token_ids: Tensor) -> list[int]:

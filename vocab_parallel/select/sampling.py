@@ -155,7 +155,7 @@ def _drawn_by_words(scores: Scores, masses: Masses, at: Tensor, streams: Streams
             mine, words_of(part.values.gather(1, column), ids_at(part.token_ids, column)), strict=True
         ):
             words[row] = word
-    values, token_ids = best_of_words(scores.channel.gather_words(words, at.device))
+    values, token_ids = best_of_words(scores.channel.gather_words(words))
     if active is not None:
         token_ids = torch.where(active, token_ids, -1)
     return Drawn(token_ids, values, masses, streams)

@@ -7,6 +7,7 @@ all of them give the same ids.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -54,8 +55,11 @@ class Scores:
     @classmethod
     def of(cls, logits: Tensor, shard: VocabShard, channel: Channel) -> Scores:
         """This rank's real columns of `logits` `[..., shard_size]` as rows."""
-        flat = logits.detach().reshape(-1, shard.shard_size)[:, : shard.num_valid]
-        values = flat if logits.dtype == torch.float64 else flat.to(torch.float32)
+        values = logits.detach()
+        if values.dim() != 2 or shard.num_valid < shard.shard_size:  # each view takes microseconds
+            values = values.reshape(-1, shard.shard_size)[:, : shard.num_valid]
+        if values.dtype != torch.float64:
+            values = values.to(torch.float32)
         return cls(values.contiguous(), shard.token_ids(logits.device), channel, shard.vocab_size)
 
     @property
@@ -193,8 +197,7 @@ def peak_of(scores: Scores) -> Peak:
     if scores.peak is not None:
         return scores.peak
     if may_use_words(scores):
-        words = best_words(scores.values, scores.token_ids)
-        return Peak(*best_of_words(scores.channel.gather_words(words, scores.values.device)))
+        return Peak(*best_of_words(scores.channel.gather_words(best_words(scores.values, scores.token_ids))))
     values, ids = best(scores, 1)
     return Peak(values[:, 0], ids[:, 0])
 
@@ -269,6 +272,9 @@ def require_support(
         error: Class of the error of a row without columns.
         cause: Why it has none, in words.
     """
+    highest = math.inf if infinite else torch.finfo(torch.float32).max
+    if may_use_words(scores) and all(-math.inf < value <= highest for value in largest.tolist()):
+        return
     good = largest > -torch.inf if infinite else largest.isfinite()
     if not scores.channel.group.defers(largest.device) and bool(good.all()):
         return

@@ -22,6 +22,7 @@ _OPERATORS = {
         "_reduce_scatter_base_": ("reduce_scatter", 1),
         "reduce_scatter_": ("reduce_scatter", 1),
         "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+        "alltoall_base_": ("all_to_all", 1),
     },
     "_c10d_functional": {
         "all_reduce": ("all_reduce", 0),
@@ -34,6 +35,7 @@ _OPERATORS = {
         "reduce_scatter_tensor": ("reduce_scatter", 0),
         "reduce_scatter_tensor_out": ("reduce_scatter", 0),
         "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+        "all_to_all_single": ("all_to_all", 0),
     },
 }
 _NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
@@ -46,9 +48,9 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks: Of every group that is used.
 
     Attributes:
-        calls: By kind: all_reduce, all_gather, reduce_scatter, other.
+        calls: By kind: all_reduce, all_gather, reduce_scatter, all_to_all, other.
         bytes: By kind, as a ring algorithm sends them: for `b` bytes a rank, `2 b (n - 1) / n`, `b (n - 1)`,
-            `b (n - 1) / n`; what is sent once, for "other".
+            `b (n - 1) / n`, the same for all_to_all; what is sent once, for "other".
     """
 
     def __init__(self, ranks: int) -> None:
@@ -74,7 +76,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sent = 2 * sent * others // self._ranks
         elif kind == "all_gather":
             sent *= others
-        elif kind == "reduce_scatter":
+        elif kind in ("reduce_scatter", "all_to_all"):
             sent = sent * others // self._ranks
         self.bytes[kind] += sent
 
