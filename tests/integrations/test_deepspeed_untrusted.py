@@ -13,6 +13,7 @@ from tests.untrusted.harm import running, torch_file
 from tests.untrusted.kinds import KINDS
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.integrations.deepspeed import universal
+from vocab_parallel.integrations.deepspeed.notes import read_note
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.shard import VocabShard
 
@@ -48,3 +49,8 @@ def test_a_conversion_by_deepspeed_itself_asks_for_the_users_word(
     (tmp_path / "universal").mkdir()
     universal.to_universal(tmp_path, tmp_path / "universal", trusted=True)
     assert converted == [str(tmp_path)]
+
+
+def test_a_note_that_cannot_be_read_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointLayoutError, match=r"cannot read .*vocab_parallel.json: No such file"):
+        read_note(tmp_path / "vocab_parallel.json")  # gone between a look for it and its opening

@@ -134,6 +134,27 @@ def load_job(rank: int, folder: str, kind: str, dp: int, tp: int) -> list[float]
     return train(model, optimizer, range(3, 6))
 
 
+def save_apart(rank: int, folder: str) -> list[str]:
+    """Replicas that were not told of each other save the same steps into one folder."""
+    model, optimizer, _ = open_job("replicas", 2, 2)
+    train(model, optimizer, range(3))
+    dist.barrier()
+    steps = [save_checkpoint(folder, model, optimizer, step, keep=2).name for step in range(1, 13)]
+    save_checkpoint(folder, model, optimizer, 3)
+    return steps
+
+
+def test_replicas_without_a_common_group_take_turns(tmp_path: Path, jobs: dict[tuple[Any, ...], Path]) -> None:
+    names = [f"step-{step:08d}" for step in range(1, 13)]
+    assert run_ranks(save_apart, 4, str(tmp_path)) == [names] * 4
+    left = {"step-00000003", *names[-2:]}
+    assert {path.name for path in tmp_path.iterdir()} in (left, left - {names[-2]})  # the later of two removes more
+    apart, shared = (open_checkpoint(path / "step-00000003") for path in (tmp_path, jobs[JOBS[2]] / "waited"))
+    apart.verify()
+    assert apart.tensors == shared.tensors
+    assert all(torch.equal(apart.read(key), shared.read(key)) for key in apart.tensors)
+
+
 def read_with_muon(rank: int, folder: str, bad: int) -> Attempt:
     """A step of this optimizer waits for all ranks: it must not begin where one has nothing to read."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

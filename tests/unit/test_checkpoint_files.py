@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import shutil
+import subprocess
 import tracemalloc
 import warnings
 from collections import OrderedDict
@@ -20,9 +22,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from vocab_parallel import app
-from vocab_parallel.checkpoint import latest_checkpoint, open_checkpoint, read_state, rows
+from vocab_parallel.checkpoint import latest_checkpoint, open_checkpoint, placing, read_state, rows
 from vocab_parallel.checkpoint.folders import checkpoints, prune
-from vocab_parallel.checkpoint.placing import open_aside
+from vocab_parallel.checkpoint.placing import Turn, open_aside
 from vocab_parallel.checkpoint.resharding import reshard_checkpoint
 from vocab_parallel.checkpoint.rows import Rows
 from vocab_parallel.checkpoint.writing import commit, make_state, write_checkpoint
@@ -430,3 +432,37 @@ def test_a_save_that_keeps_all_removes_what_a_crash_has_left_and_no_checkpoint(t
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000004.partial")
     prune(tmp_path, None, tmp_path / "step-00000003")
     assert {path.name for path in tmp_path.iterdir()} == {f"step-0000000{step}" for step in (1, 2, 3)}
+
+
+def test_one_at_a_time_has_the_turn_to_write_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "_PATIENCE_S", 0.2)
+    first, second = Turn(), Turn()
+    first.take(tmp_path / "run")
+    with pytest.raises(CheckpointLayoutError, match="another process has been writing"):
+        second.take(tmp_path / "run")
+    second.give_back()
+    assert first._descriptor is not None
+    with subprocess.Popen(["sleep", "30"], pass_fds=[first._descriptor]) as worker:  # as forked workers of data loaders
+        first.give_back()
+        second.take(tmp_path / "run")
+        worker.kill()
+    second.give_back()
+    second.give_back()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "goes_on"), [(errno.ENOLCK, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+def test_a_file_system_without_locks_is_written_to_without_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, goes_on: bool
+) -> None:
+    def flock(file: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(placing.fcntl, "flock", flock)
+    turn = Turn()
+    if goes_on:
+        turn.take(tmp_path)
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            turn.take(tmp_path)
+    turn.give_back()

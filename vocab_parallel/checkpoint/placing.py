@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from vocab_parallel.errors import CheckpointLayoutError
 
 STATE = "state.json"  # written last: a folder without it is not a checkpoint
 METADATA = ".metadata"
+_PATIENCE_S = 300.0
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # of file systems that have none
 
 
 def require_replaceable(final: Path) -> None:
@@ -32,6 +38,48 @@ def open_aside(final: Path) -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     return aside
+
+
+class Turn:
+    """The right to write checkpoints into a folder: replicas that save without a common group take turns.
+
+    Nothing is left in the folder, and a process that dies gives it back. File systems without locks know no turns.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    def take(self, folder: Path) -> None:
+        """Waits for it.
+
+        Raises:
+            CheckpointLayoutError: Another process has it for minutes.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > until:
+                    raise CheckpointLayoutError(
+                        f"another process has been writing a checkpoint into {folder} for {_PATIENCE_S:.0f} s: give "
+                        "replicas of one model a common group=, or each a folder of its own"
+                    ) from error
+                time.sleep(0.01)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                return
+
+    def give_back(self) -> None:
+        """Lets the next one write; also when forked processes hold copies of what is open here."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def put_in_place(aside: Path, final: Path, *, state: str = STATE) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from vocab_parallel.checkpoint.folders import prune
-from vocab_parallel.checkpoint.placing import aside_of, open_aside, require_replaceable
+from vocab_parallel.checkpoint.placing import Turn, aside_of, open_aside, require_replaceable
 from vocab_parallel.checkpoint.states import SHARDS, Held, ModelState, collect
 from vocab_parallel.checkpoint.together import caught, gather_objects
 from vocab_parallel.checkpoint.writing import (
@@ -98,9 +98,11 @@ def save_together(group: RankGroup, final: Path, contents: Contents, fault: Exce
         fault = caught(f"{final} could not be finished", save.finish, parts) if save.first else None
         gather_objects(group, call, None, fault)
     except BaseException:
-        if save.first:
+        if save.begun:
             shutil.rmtree(save.aside, ignore_errors=True)
         raise
+    finally:
+        save.turn.give_back()
     return final
 
 
@@ -118,6 +120,7 @@ class _Save:
         self.final, self.aside, self.contents = final, aside_of(final), contents
         self.writer = BlockWriter(self.aside)
         self.written: list[Any] = []
+        self.turn, self.begun = Turn(), False
 
     def begin(self, digests: list[dict[str, str]]) -> None:
         assert self.contents.state is not None
@@ -125,7 +128,9 @@ class _Save:
         stored = {key: held.stored() for key, held in self.tensors.items()}
         self.planner, self.plan = plan_part(stored, self.writer, self.first)
         if self.first:
+            self.turn.take(self.final.parent)
             require_replaceable(self.final)
+            self.begun = True
             open_aside(self.final)
 
     def write(self, plans: list[Any]) -> None:

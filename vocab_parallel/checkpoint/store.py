@@ -72,8 +72,8 @@ def save_checkpoint(
         manifest: What the model is; by default `Manifest.of(model)`. What it says of the files is filled in.
         identity: The ordered vocabulary, written as vocabulary.json.
         group: All ranks that call this, replicas among them, if they are more than those of the vocabulary; found by
-            itself for FSDP2, over the ranks of its mesh. Replicas share the writing; those that are not in the group
-            must save into another folder, or not at all.
+            itself for FSDP2, over the ranks of its mesh. Replicas in it share the writing. Those that are not in one
+            group write one after the other, each all of it.
 
     Returns:
         The checkpoint's folder.

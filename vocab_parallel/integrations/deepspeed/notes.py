@@ -34,7 +34,7 @@ def read_note(path: Path) -> dict[str, Any]:
     """What `universal.write_layout` has written beside a checkpoint.
 
     Raises:
-        CheckpointLayoutError: It is damaged.
+        CheckpointLayoutError: It is damaged, or cannot be read.
     """
     try:
         note: dict[str, Any] = parse_json(read_bytes(path, _LARGEST), path, _MOST_LISTS)
@@ -49,6 +49,8 @@ def read_note(path: Path) -> dict[str, Any]:
         names = [name for pair in note["aliases"].items() for name in pair]
         if not sane or not all(type(name) is str and inside(path, name) for name in names):
             raise ValueError("sizes that no layout has")
+    except OSError as error:
+        raise CheckpointLayoutError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointLayoutError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})") from error
     return note

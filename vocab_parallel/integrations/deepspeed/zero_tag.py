@@ -34,13 +34,10 @@ def read_layout(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]
     """The tables and the ties as `vocab_parallel.json` has them.
 
     Raises:
-        CheckpointLayoutError: It is damaged, of a universal checkpoint, or of several vocabularies.
+        CheckpointLayoutError: It is damaged or unreadable, of a universal checkpoint, or of several vocabularies.
     """
     path = folder / LAYOUT_FILE
-    try:
-        note = read_note(path)
-    except OSError as error:
-        raise CheckpointLayoutError(f"cannot read {path}: {error.strerror or error}") from error
+    note = read_note(path)
     tables, aliases = note["parameters"], note["aliases"]
     if note.get("universal"):
         raise CheckpointLayoutError(
