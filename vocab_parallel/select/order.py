@@ -18,7 +18,6 @@ NONE: int = torch.iinfo(torch.int64).min  # below every candidate
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK = 64  # columns that are looked at by their maximum first
 _MANY_COLUMNS = 1 << 15
-_SMALL = 1 << 18  # columns of all rows
 FEW_ROWS = 16
 
 
@@ -39,22 +38,57 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int, *, may_read: bool = 
     out[0] = NONE
     if found == 0:
         return out
+    if not may_read or planes == 2 or _coarse(values):
+        out[:, :, :found] = _exact_top(values, token_ids, found)
+        return out
+    keys, sure = _top_without_ties(values, token_ids, found)
+    out[0, :, :found] = keys
+    tied = (~sure).nonzero()[:, 0]
+    if len(tied):
+        ids = token_ids if token_ids.dim() == 1 else token_ids[tied]
+        out[:, tied, :found] = _exact_top(values[tied], ids, found)
+    return out
+
+
+def _exact_top(values: Tensor, token_ids: Tensor, k: int) -> Tensor:
+    """`best_columns` of at least k columns, whatever is equal."""
+    rows, columns = values.shape
     if columns > 2 * k * _BLOCK:
         values, token_ids = _narrowed(values, token_ids, k)
-    if may_read and planes == 1 and values.numel() <= _SMALL:  # without ties the library's order of values will do
-        top, index = values.topk(min(found + 1, values.shape[1]), dim=1)  # with the first that is left out
-        if found == values.shape[1] or bool((top[:, found - 1] > top[:, found]).all()):
-            out[0, :, :found] = pack(top[:, :found], ids_at(token_ids, index[:, :found]))
-            return out
     if values.dtype == torch.float64:
         ordered, index = ordered_bits(values).sort(dim=1, descending=True, stable=True)
-        out[0, :, :found], out[1, :, :found] = ordered[:, :found], ids_at(token_ids, index[:, :found])
-    else:
-        step = max(1, _BLOCK_ELEMENTS // columns)  # never all rows' keys at once: they are 8 bytes a column
-        for at in range(0, rows, step):
-            ids = token_ids if token_ids.dim() == 1 else token_ids[at : at + step]
-            out[0, at : at + step, :found] = pack(values[at : at + step], ids).topk(found, dim=1).values
+        return torch.stack([ordered[:, :k], ids_at(token_ids, index[:, :k])])
+    out = torch.empty(1, rows, k, dtype=torch.int64, device=values.device)
+    step = max(1, _BLOCK_ELEMENTS // columns)  # never all rows' keys at once: they are 8 bytes a column
+    for at in range(0, rows, step):
+        ids = token_ids if token_ids.dim() == 1 else token_ids[at : at + step]
+        out[0, at : at + step] = pack(values[at : at + step], ids).topk(k, dim=1).values
     return out
+
+
+def _coarse(values: Tensor) -> bool:
+    """Whether a first few are of bfloat16 or float16 precision, among which ties are common."""
+    bits = values[:1, :_BLOCK].view(torch.int32)
+    return not bool((bits & 0x1FFF).any())
+
+
+def _top_without_ties(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Keys of the k largest `[T, k]` as the library finds them, which leaves the order of ties open.
+
+    Last, bool `[T]`: no column that is left out equals the last one, so that these are the best k.
+    """
+    columns = values.shape[1]
+    if columns < _MANY_COLUMNS or columns // _BLOCK <= k:
+        top, index = values.topk(min(k + 1, columns), dim=1)
+        rest = top[:, k:]
+    else:
+        whole = columns // _BLOCK
+        left, at = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2).topk(k + 1, dim=1)
+        index = _columns_of(at[:, :k], whole, columns)
+        top, place = values.gather(1, index).topk(k + 1, dim=1)
+        index, rest = index.gather(1, place), torch.maximum(top[:, k:], left[:, k:])
+    keys = pack(top[:, :k], ids_at(token_ids, index[:, :k]))
+    return keys, (top[:, k - 1 : k] > rest).all(1)
 
 
 def column_keys(values: Tensor, token_ids: Tensor, column: Tensor | None, there: Tensor | None = None) -> Tensor:
@@ -79,10 +113,15 @@ def _narrowed(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor
     whole = values.shape[1] // _BLOCK
     blocks = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2)
     best = blocks.sort(dim=1, descending=True, stable=True).indices[:, :k]  # of equal maxima the first block
-    index = (best.sort(dim=1).values[..., None] * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
-    rest = torch.arange(whole * _BLOCK, values.shape[1], device=values.device).expand(len(values), -1)
-    index = torch.cat([index, rest], 1)
+    index = _columns_of(best.sort(dim=1).values, whole, values.shape[1])
     return values.gather(1, index), ids_at(token_ids, index)
+
+
+def _columns_of(blocks: Tensor, whole: int, columns: int) -> Tensor:
+    """The columns `[T, m]` of each row's `blocks` `[T, k]`, and those after the `whole` blocks."""
+    index = (blocks[..., None] * _BLOCK + torch.arange(_BLOCK, device=blocks.device)).flatten(1)
+    rest = torch.arange(whole * _BLOCK, columns, device=blocks.device)
+    return torch.cat([index, rest.expand(len(blocks), -1)], 1) if len(rest) else index
 
 
 def _first_best(values: Tensor) -> torch.return_types.max:

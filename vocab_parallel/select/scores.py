@@ -21,6 +21,8 @@ from vocab_parallel.select.channel import Channel
 from vocab_parallel.select.order import best_columns, best_of_words, best_words, few, merge
 from vocab_parallel.shard import VocabShard
 
+_FEW_KEYS = 128  # that are quicker as Python's integers
+
 
 class Peak(NamedTuple):
     """The best of each row: values `[T]` in the scores' dtype, -inf where a row is empty; int64 token_ids `[T]`."""
@@ -301,4 +303,8 @@ def require_support(
 def best(scores: Scores, k: int) -> tuple[Tensor, Tensor]:
     """Values and ids `[T, k]` of the best of each row, best first. One all-gather of 8 k bytes a row."""
     may_read = not scores.channel.group.defers(scores.values.device)
-    return merge(scores.channel.gather(best_columns(scores.values, scores.token_ids, k, may_read=may_read)), k)
+    keys = best_columns(scores.values, scores.token_ids, k, may_read=may_read)
+    if may_use_words(scores) and keys.numel() <= _FEW_KEYS:
+        every = torch.tensor(scores.channel.gather_words(keys.flatten().tolist()))
+        return merge(every.view(-1, *keys.shape), k)
+    return merge(scores.channel.gather(keys), k)

@@ -192,12 +192,13 @@ def philox(key: Tensor, counter: Sequence[Tensor]) -> Tensor:
 
 def _bits(seed: int, draw: int, request: int) -> int:
     """`Streams.bits` of one row."""
-    key = [seed & _MASK, (seed >> 32) & _MASK]
-    a, b, c, d = draw & _MASK, (draw >> 32) & _MASK, request & _MASK, (request >> 32) & _MASK
+    (one, other), (weyl_one, weyl_other), mask = _MULTIPLIERS, _WEYL, _MASK
+    key, more = seed & mask, (seed >> 32) & mask
+    a, b, c, d = draw & mask, (draw >> 32) & mask, request & mask, (request >> 32) & mask
     for _ in range(10):
-        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
-        a, b, c, d = (second >> 32) ^ b ^ key[0], second & _MASK, (first >> 32) ^ d ^ key[1], first & _MASK
-        key = [(word + weyl) & _MASK for word, weyl in zip(key, _WEYL, strict=True)]
+        first, second = a * one, c * other
+        a, b, c, d = (second >> 32) ^ b ^ key, second & mask, (first >> 32) ^ d ^ more, first & mask
+        key, more = (key + weyl_one) & mask, (more + weyl_other) & mask
     return (a & 0x7FFFFFFF) << 31 | b & 0x7FFFFFFF
 
 
