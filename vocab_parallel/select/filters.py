@@ -16,8 +16,10 @@ from vocab_parallel.select.scores import Scores, peak_of, top_candidates, with_l
 
 MIN_TEMPERATURE = 2.0**-64  # below it a row is greedy: a quotient would overflow, and be one-hot anyway
 MAX_CANDIDATES = 1024  # of a row, that every rank takes over
-_CERTIFIED = 64  # candidates that top-p tries first; then, where they are few beside a rank's columns, 1,024
-_WORTH_MORE = 16 * MAX_CANDIDATES  # columns of a rank: 17 KiB in all are less than a gather of bfloat16
+_CERTIFIED = 64  # candidates that top-p tries first
+# Of a rank's columns those that it tries then: with the search after them less than a gather of bfloat16. Fewer than
+# the least are not worth an exchange.
+_SHARE, _LEAST = 16, 256
 
 
 def temper(
@@ -79,14 +81,14 @@ def keep_top_p(
     A prefix whose mass is below p by less than 2**-20 of min(p, 1 - p) has reached it.
 
     Returns:
-        Candidates that every rank holds, if the best 64 of each row hold its prefix, or if none's do and the best
-        1,024 of each.
+        Candidates that every rank holds, if the best 64 of each row hold its prefix, or if none's do and the more of
+        each that follow.
 
     Collectives:
-        All-gathers of 512 bytes a row (its best 64) and 8. For the rows whose prefix is longer one of 8,192 (their best
-        1,024), if a rank has 16,384 columns; and for those whose prefix is longer still, or if it has fewer, those of
-        `smallest_prefix`. float64 candidates count twice. Where errors are deferred: the peak's, the 8 and the last,
-        for all rows.
+        All-gathers of 512 bytes a row (its best 64) and 8. For the rows whose prefix is longer, where a rank has n
+        columns, 4,096 or more, one of n / 2 bytes, at most 8,192 (their best n / 16); and for those whose prefix is
+        longer still, or if n is less, those of `smallest_prefix`. float64 candidates count twice. Where errors are
+        deferred: the peak's, the 8 and the last, for all rows.
 
     Source: Holtzman et al., The curious case of neural text degeneration (2020), equation 2.
     """
@@ -113,7 +115,7 @@ def nucleus(scores: Scores, p: Tensor) -> tuple[Scores, Masses, Tensor, Scores |
     best = with_masses(top_candidates(scores, min(_CERTIFIED, scores.vocab_size)))
     scores = replace(scores, largest=best.largest, peak=best.peak)
     masses, rows = measure(scores), torch.arange(scores.rows, device=p.device)
-    more = scores.vocab_size // scores.channel.size >= _WORTH_MORE
+    more = min(MAX_CANDIDATES, scores.vocab_size // scores.channel.size // _SHARE)
     target = reach(masses.total, p)
     while True:
         assert best.masses is not None
@@ -123,9 +125,9 @@ def nucleus(scores: Scores, p: Tensor) -> tuple[Scores, Masses, Tensor, Scores |
         if len(rows) == scores.rows and not some_off and bool(held.all()):
             every = best
         rows = rows[~held & ~off[rows]]
-        if len(rows) == 0 or not more:
+        if len(rows) == 0 or more < _LEAST:
             break
-        best, more = with_masses(top_candidates(scores.at(rows), MAX_CANDIDATES)), False
+        best, more = with_masses(top_candidates(scores.at(rows), more)), 0
     if len(rows):
         part = scores.at(rows)
         mask[rows] = smallest_prefix(part, part.values, _of_rows(masses, rows), target[rows], by_value=True)

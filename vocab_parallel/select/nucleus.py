@@ -54,8 +54,8 @@ def top_p(
 
     Collectives:
         All-gathers of 512 bytes a row (its best 64), 8 (mass) and 32 (result). For the rows whose
-        nucleus is larger, where a rank has 16,384 columns: one of 8,192 (their best 1,024), and for those whose is
-        larger still 4 of 2,048; where it has 8,192: 4 of 2,048; where it has fewer: 8 of 128. float64 candidates count
+        nucleus is larger, where a rank has n columns, 4,096 or more: one of n / 2, at most 8,192 (their best n / 16).
+        For those whose is larger still: 4 of 2,048 where n is 8,192 or more, else 8 of 128. float64 candidates count
         twice, and its searches take twice as many. None at tp_size 1.
 
     Raises:
