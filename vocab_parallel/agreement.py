@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel.collectives import Pending, all_gather, all_gather_at_once, all_gather_words, repeat
+from vocab_parallel.collectives import Pending, all_gather, all_gather_at_once, repeat
 from vocab_parallel.deferral import Found, Plan, Step, class_code, first_row
 from vocab_parallel.headers import (
     HEADER_BYTES,
-    HEADER_WORDS,
     ROWS,
     TARGET_ROWS,
     TRUSTS,
@@ -31,7 +30,7 @@ from vocab_parallel.headers import (
 )
 from vocab_parallel.shard import RankGroup, device_of
 
-__all__ = ["Exchange", "Found", "capture", "checksum", "first_row", "judge", "raise_deferred"]
+__all__ = ["Exchange", "Found", "capture", "checksum", "first_row", "judge", "raise_deferred", "words_of_all"]
 
 _MESSAGE_BYTES = 4096
 # Kinds of exchanges that nothing hides, of few bytes: their latency counts.
@@ -216,7 +215,7 @@ class Exchange:
         others_go_on = any(header[TRUSTS] for header in self.headers)
         device = self._buffer.device
         error = self._verdict.error(
-            self.headers, None if others_go_on else lambda words: _words_of_all(self.group, words, device)
+            self.headers, None if others_go_on else lambda words: words_of_all(self.group, words, device)
         )
         if error is None:
             return
@@ -258,38 +257,11 @@ class Exchange:
             raise error
 
 
-def exchange_words(
-    group: RankGroup, kind: str, call: str, words: list[int], *, checksum: Tensor | int = 0, found: Found | None = None
-) -> list[list[int]]:
-    """An `Exchange` of a few of Python's integers, to its end: the same message in fewer steps of the host.
-
-    On a CPU, where errors are not deferred.
-    """
-    sizes, need = group.sizes(kind), 8 * len(words)
-    capacity = max(sizes)
-    if group.size == 1 or need > capacity or capacity % 8 or found is not None:
-        payload = torch.tensor(words, dtype=torch.int64)
-        exchange = Exchange(group, kind, call, payload=payload, checksum=checksum, found=found)
-        return exchange.wait().tolist()
-    if group.within is None:
-        group.raise_deferred()
-    header = [signature(f"{call} {need}"), 0, 0, 0, int(checksum), 0, -1, 0]
-    gathered = all_gather_words(group, [*header, *words, *[0] * (capacity // 8 - len(words))])
-    if any(row[:HEADER_WORDS] != header for row in gathered):
-        verdict = Verdict(call, group.rank, None, None, True, None)
-        device = torch.device("cpu")
-        error = verdict.error([row[:HEADER_WORDS] for row in gathered], lambda mine: _words_of_all(group, mine, device))
-        assert error is not None
-        raise error
-    sizes.append(need)
-    return [row[HEADER_WORDS : HEADER_WORDS + len(words)] for row in gathered]
-
-
 def _gather(group: RankGroup, kind: str, x: Tensor) -> Pending:
     return all_gather_at_once(group, x) if kind in _AT_ONCE else all_gather(group, x)
 
 
-def _words_of_all(group: RankGroup, words: str, device: torch.device) -> list[str]:
+def words_of_all(group: RankGroup, words: str, device: torch.device) -> list[str]:
     """What each rank says, of up to 4 KiB."""
     encoded = words.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)

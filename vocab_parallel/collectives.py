@@ -27,6 +27,7 @@ _KNOWN = (torch.uint8, torch.int64)  # to every backend, and what calls send mos
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Issue = Callable[[], Any]
 
 
 class Pending:
@@ -49,18 +50,12 @@ class Pending:
 
 
 def _start(
-    name: str,
-    group: RankGroup,
-    sent: int,
-    result: Tensor,
-    keep: Tensor,
-    issue: Callable[[], Any],
-    step: Step | None = None,
+    name: str, group: RankGroup, sent: int, out: Tensor, keep: Tensor, issue: _Issue, note: Step | None = None
 ) -> Pending:
     group.traffic.add(name, sent)
-    group.habit.note(step or Step(name, tuple(keep.shape), keep.dtype, keep.device))
+    group.habit.note(note or Step(name, tuple(keep.shape), keep.dtype, keep.device))
     try:
-        return Pending(name, group, result, issue(), keep)
+        return Pending(name, group, out, issue(), keep)
     except RuntimeError as error:
         raise CollectiveError(
             f"{name} could not start on rank {group.rank} of the {group.size} ranks of its group: {short(error)}. "
@@ -110,8 +105,7 @@ def all_gather_at_once(group: RankGroup, x: Tensor) -> Pending:
     """
     if group.size == 1 or x.device.type != "cpu":
         return all_gather(group, x)
-    flat = x.reshape(-1)
-    return _send_to_all(group, flat.repeat(group.size), x.new_empty(group.size, *x.shape), x)
+    return _send_to_all(group, x.reshape(-1).repeat(group.size), x.new_empty(group.size, *x.shape), x)
 
 
 def all_gather_words(group: RankGroup, words: list[int]) -> list[list[int]]:

@@ -10,10 +10,11 @@ from tests.multirank.sharded import shard_of
 from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
 from vocab_parallel import collectives
-from vocab_parallel.agreement import Exchange, exchange_words
+from vocab_parallel.agreement import Exchange
 from vocab_parallel.collectives import gather_vocab
 from vocab_parallel.deferral import Plan, Step
 from vocab_parallel.errors import LayoutMismatchError
+from vocab_parallel.select.words import exchange_words
 
 ROWS = [3, 0, 2, 1]
 

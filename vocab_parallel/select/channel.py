@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel.agreement import Exchange, Found, exchange_words, judge
+from vocab_parallel.agreement import Exchange, Found, judge
 from vocab_parallel.collectives import all_gather_at_once, all_gather_words
+from vocab_parallel.select.words import exchange_words
 from vocab_parallel.shard import RankGroup
 
 

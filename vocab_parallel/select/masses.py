@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel.select.scores import Scores, may_use_words, require_support, value_range, with_largest
+from vocab_parallel.select.scores import Scores, may_use_words, require_support, with_largest
 
 CLOSE = 2.0**-20
 """A probability this near to a threshold, as a part of it, has reached it: rounding never decides."""
@@ -182,7 +182,7 @@ def value_spread(scores: Scores) -> Tensor:
 
     Source: Tang et al., Top-n-sigma (2024), equation 3.
     """
-    largest, smallest = value_range(scores)
+    largest, smallest = _value_range(scores)
     reach = (largest - smallest).clamp(min=0.0)
     bits = (62 - scores.vocab_size.bit_length()) // 2
     _, exponent = torch.frexp(reach)
@@ -195,6 +195,18 @@ def value_spread(scores: Scores) -> Tensor:
     mean = first / count
     spread: Tensor = (second / count - mean * mean).clamp(min=0.0).sqrt() / scale
     return spread
+
+
+def _value_range(scores: Scores) -> tuple[Tensor, Tensor]:
+    """float64 `[T]` each: the rows' largest and smallest values above -inf. One all-gather of 16 bytes a row."""
+    values = scores.values
+    if values.shape[1]:
+        smallest = torch.where(values == -torch.inf, torch.inf, values).amin(1)
+        local = torch.stack([values.amax(1), -smallest]).double()
+    else:
+        local = values.new_full((2, len(values)), -torch.inf, dtype=torch.float64)
+    largest, negated = scores.channel.gather(local).amax(0)
+    return largest, -negated
 
 
 def _block_sums(values: Tensor, largest: Tensor, bits: int, moments: bool) -> list[Tensor]:

@@ -235,18 +235,6 @@ def top_candidates(scores: Scores, k: int) -> Scores:
     return Scores(values, ids, scores.channel.alone(), scores.vocab_size, peak.values, peak)
 
 
-def value_range(scores: Scores) -> tuple[Tensor, Tensor]:
-    """float64 `[T]` each: the rows' largest and smallest values above -inf. One all-gather of 16 bytes a row."""
-    values = scores.values
-    if values.shape[1]:
-        smallest = torch.where(values == -torch.inf, torch.inf, values).amin(1)
-        local = torch.stack([values.amax(1), -smallest]).double()
-    else:
-        local = values.new_full((2, len(values)), -torch.inf, dtype=torch.float64)
-    largest, negated = scores.channel.gather(local).amax(0)
-    return largest, -negated
-
-
 def value_at(scores: Scores, token_ids: Tensor) -> Tensor:
     """The values `[T]` of one id `[T]` a row, -inf where it is no column; on every rank.
 
