@@ -53,8 +53,9 @@ class Turn:
         Raises:
             CheckpointLayoutError: Another process has it for minutes.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + _PATIENCE_S
+        with suppress(FileExistsError):  # if it is no folder, the next line says so
+            folder.mkdir(parents=True)
+        self._descriptor, until = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + _PATIENCE_S
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
