@@ -102,6 +102,7 @@ def all_gather_at_once(group: RankGroup, x: Tensor) -> Pending:
 
     gloo's all-gather passes blocks round a ring, in tp - 1 steps that wait for each other. So on a CPU every rank sends
     its block to all the others itself, by an all-to-all: the same bytes in one step. NCCL chooses for itself.
+    Gives `[tp, *x.shape]` in rank order; counted as an all-gather.
     """
     if group.size == 1 or x.device.type != "cpu":
         return all_gather(group, x)
@@ -109,7 +110,7 @@ def all_gather_at_once(group: RankGroup, x: Tensor) -> Pending:
 
 
 def all_gather_words(group: RankGroup, words: list[int]) -> list[list[int]]:
-    """`all_gather_at_once` of Python's integers, on a CPU, to the end."""
+    """`all_gather_at_once` of n of Python's integers, on a CPU, to the end: `[tp][n]` in rank order."""
     packed = bytearray(struct.pack(f"={len(words)}q", *words) * group.size)
     sent = torch.frombuffer(packed, dtype=torch.int64)
     every = _send_to_all(group, sent, sent.new_empty(group.size, len(words)), sent[: len(words)]).wait()

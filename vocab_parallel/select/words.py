@@ -17,6 +17,18 @@ def exchange_words(
     """An `Exchange` of a few of Python's integers, to its end: the same message in fewer steps of the host.
 
     On a CPU, where errors are not deferred.
+
+    Args:
+        words: n of 64 bits, n the same on every rank. The other arguments are those of `Exchange`.
+
+    Returns:
+        The ranks' words in rank order, `[tp][n]`.
+
+    Collectives:
+        Those of an `Exchange`.
+
+    Raises:
+        VocabParallelError: On every rank: what one of them has found wrong, or their disagreement.
     """
     sizes, need = group.sizes(kind), 8 * len(words)
     capacity = max(sizes)
