@@ -1,7 +1,4 @@
-"""The only caller of `torch.distributed` tensor collectives. Each is counted; each autograd one names its adjoint.
-
-A backward first raises what forward left unread (see `deferral`): a rank that knows of an error issues nothing more.
-"""
+"""The only caller of `torch.distributed` tensor collectives. Each is counted. (`adjoints` has them in autograd.)"""
 
 from __future__ import annotations
 
@@ -115,6 +112,32 @@ def all_gather_words(group: RankGroup, words: list[int]) -> list[list[int]]:
     sent = torch.frombuffer(packed, dtype=torch.int64)
     every = _send_to_all(group, sent, sent.new_empty(group.size, len(words)), sent[: len(words)]).wait()
     return every.tolist()
+
+
+def broadcast_words(group: RankGroup, words: list[int], root: int) -> list[int]:
+    """The `words` of rank `root` of the group, `[n]`, on every rank; the others pass any n. On a CPU, to the end.
+
+    Like `gather_words_to`, not within calls that ranks expect of each other (see `Habit`): ranks send different bytes.
+    """
+    buffer = torch.tensor(words)
+    sent = buffer.nbytes * (group.size - 1) if group.rank == root else 0
+    return _start(
+        "broadcast", group, sent, buffer, buffer,
+        lambda: dist.broadcast(buffer, group=group.group, group_src=root, async_op=True),
+    ).wait().tolist()  # fmt: skip
+
+
+def gather_words_to(group: RankGroup, words: list[int], root: int) -> list[list[int]] | None:
+    """The ranks' `words` `[n]` in rank order on rank `root` of the group, None on the others. On a CPU, to the end."""
+    mine, here = torch.tensor(words), group.rank == root
+    every = mine.new_empty(group.size, len(words)) if here else None
+    found = _start(
+        "gather", group, 0 if here else mine.nbytes, mine if every is None else every, mine,
+        lambda: dist.gather(
+            mine, None if every is None else list(every.unbind()), group=group.group, group_dst=root, async_op=True
+        ),
+    ).wait()  # fmt: skip
+    return found.tolist() if here else None
 
 
 def _send_to_all(group: RankGroup, sent: Tensor, out: Tensor, x: Tensor) -> Pending:
@@ -240,61 +263,3 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return function(*args, **kwargs)
 
     return wrapper
-
-
-class SumOverShards(torch.autograd.Function):
-    """Forward: all-reduce sum. Adjoint: identity, for a gradient that is the same on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: RankGroup) -> Tensor:
-        ctx.shard = shard
-        return all_reduce_(shard, x.clone(memory_format=torch.contiguous_format)).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.shard.raise_deferred()
-        return grads[0], None
-
-
-class CopyToShards(torch.autograd.Function):
-    """Forward: identity on what every rank holds. Adjoint: all-reduce sum of the ranks' partial gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: RankGroup) -> Tensor:
-        ctx.shard = shard
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.shard.raise_deferred()
-        return all_reduce_(ctx.shard, grads[0].clone(memory_format=torch.contiguous_format)).wait(), None
-
-
-class GatherRows(torch.autograd.Function):
-    """Forward: `gather_rows`. Adjoint: `scatter_rows` of the ranks' partial gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: RankGroup, rows: list[int]) -> Tensor:
-        ctx.shard, ctx.rows = shard, rows
-        gathered = gather_rows(shard, x, rows)
-        return gathered.view_as(gathered) if gathered is x else gathered
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.shard.raise_deferred()
-        return scatter_rows(ctx.shard, grads[0], ctx.rows), None, None
-
-
-class ScatterRows(torch.autograd.Function):
-    """Forward: `scatter_rows`. Adjoint: `gather_rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: RankGroup, rows: list[int]) -> Tensor:
-        ctx.shard, ctx.rows = shard, rows
-        scattered = scatter_rows(shard, x, rows)
-        return scattered.view_as(scattered) if scattered is x else scattered
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.shard.raise_deferred()
-        return gather_rows(ctx.shard, grads[0], ctx.rows), None, None

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vocab_parallel.adjoints import ScatterRows, SumOverShards
 from vocab_parallel.agreement import Exchange, capture, checksum
 from vocab_parallel.arguments import check_embedding, ids_found, local_rows
-from vocab_parallel.collectives import ScatterRows, SumOverShards, apply, gather_rows, uncompiled
+from vocab_parallel.collectives import apply, gather_rows, uncompiled
 from vocab_parallel.shard import VocabShard
 
 _INIT_BLOCK = 1024  # global rows that share a random stream

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vocab_parallel.adjoints import CopyToShards, GatherRows
 from vocab_parallel.agreement import Exchange, capture
 from vocab_parallel.arguments import check_head, local_rows
-from vocab_parallel.collectives import CopyToShards, GatherRows, apply, uncompiled
+from vocab_parallel.collectives import apply, uncompiled
 from vocab_parallel.embedding import init_rows_
 from vocab_parallel.loss import linear_cross_entropy
 from vocab_parallel.shard import VocabShard

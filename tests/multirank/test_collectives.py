@@ -9,7 +9,7 @@ from tests.multirank.counting import collectives as collectives_issued
 from tests.multirank.sharded import shard_of
 from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
-from vocab_parallel import collectives
+from vocab_parallel import adjoints, collectives
 from vocab_parallel.agreement import Exchange
 from vocab_parallel.collectives import gather_vocab
 from vocab_parallel.deferral import Plan, Step
@@ -21,8 +21,8 @@ ROWS = [3, 0, 2, 1]
 
 def apply(name, x, shard, rows):
     if name in ("SumOverShards", "CopyToShards"):
-        return getattr(collectives, name).apply(x, shard)
-    return getattr(collectives, name).apply(x, shard, rows)
+        return getattr(adjoints, name).apply(x, shard)
+    return getattr(adjoints, name).apply(x, shard, rows)
 
 
 def draw(seed, *shape):

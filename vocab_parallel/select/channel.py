@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.agreement import Exchange, Found, judge
-from vocab_parallel.collectives import all_gather_at_once, all_gather_words
+from vocab_parallel.collectives import all_gather_at_once, all_gather_words, broadcast_words, gather_words_to
 from vocab_parallel.select.words import exchange_words
 from vocab_parallel.shard import RankGroup
 
@@ -62,6 +62,17 @@ class Channel:
         gathered = exchange_words(self.group, self.kind, self.call, words, checksum=self.checksum, found=self.found)
         self.agreed = True
         return gathered
+
+    def tell(self, words: list[int], root: int) -> list[int]:
+        """The words of rank `root`, on every rank; others pass as many. After the first gather, where it gathers words.
+
+        One broadcast. All ranks must know the root from what they have gathered.
+        """
+        return broadcast_words(self.group, words, root) if self.size > 1 else words
+
+    def tell_one(self, words: list[int], root: int) -> list[list[int]] | None:
+        """As `gather_words` on rank `root`, which all ranks must know; None on the others. One gather."""
+        return gather_words_to(self.group, words, root) if self.size > 1 else [words]
 
     def open(self, device: torch.device | None = None) -> None:
         """Opens the call without data, unless it is open. One all-gather of a header."""

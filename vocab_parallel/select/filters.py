@@ -10,16 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vocab_parallel.select.masses import CLOSE, Masses, measure, with_masses
-from vocab_parallel.select.prefix import smallest_prefix
+from vocab_parallel.select.crossing import crossing
+from vocab_parallel.select.listed import down_to
+from vocab_parallel.select.masses import CLOSE
 from vocab_parallel.select.scores import Scores, peak_of, top_candidates, with_largest
 
 MIN_TEMPERATURE = 2.0**-64  # below it a row is greedy: a quotient would overflow, and be one-hot anyway
 MAX_CANDIDATES = 1024  # of a row, that every rank takes over
-_CERTIFIED = 64  # candidates that top-p tries first
-# Of a rank's columns those that it tries then: with the search after them less than a gather of bfloat16. Fewer than
-# the least are not worth an exchange.
-_SHARE, _LEAST = 16, 256
 
 
 def temper(
@@ -69,7 +66,9 @@ def keep_top_k(
         return best
     off = (k >= scores.vocab_size).to(best.values.device)
     scores = replace(scores, largest=best.largest, peak=best.peak)
-    return scores.keep(_among(scores, best) | off[:, None])
+    last = torch.where(best.values == -torch.inf, torch.inf, best.values).amin(1, keepdim=True)
+    last_id = torch.where(best.values == last, best.token_ids, -1).amax(1, keepdim=True)
+    return scores.keep(down_to(scores, last, last_id) | off[:, None])
 
 
 def keep_top_p(
@@ -94,49 +93,11 @@ def keep_top_p(
     """
     if bool((p >= 1.0).all()):
         return scores
-    scores, _, mask, best = nucleus(scores, p)
-    return best if best is not None else scores.keep(mask)
-
-
-def nucleus(scores: Scores, p: Tensor) -> tuple[Scores, Masses, Tensor, Scores | None]:
-    """The nucleus of each row: the scores, knowing their largest, their masses, and the mask of what is in it.
-
-    Last, if the best candidates hold all of it, those of them that are in it.
-    """
-    some_off = bool((p >= 1.0).any())
-    p = p.to(scores.values.device)
-    off = p >= 1.0
-    if scores.channel.size == 1 or scores.channel.group.defers(p.device):
-        scores = with_masses(with_largest(scores))
-        masses = measure(scores)
-        mask = smallest_prefix(scores, scores.values, masses, reach(masses.total, p), by_value=True)
-        return scores, masses, mask | off[:, None], None
-    mask, every = torch.zeros_like(scores.values, dtype=torch.bool), None
-    best = with_masses(top_candidates(scores, min(_CERTIFIED, scores.vocab_size)))
-    scores = replace(scores, largest=best.largest, peak=best.peak)
-    masses, rows = measure(scores), torch.arange(scores.rows, device=p.device)
-    more = min(MAX_CANDIDATES, scores.vocab_size // scores.channel.size // _SHARE)
-    target = reach(masses.total, p)
-    while True:
-        assert best.masses is not None
-        held = best.masses.to(torch.int64).sum(1) >= target[rows]
-        best = best.keep(smallest_prefix(best, best.values, _of_rows(masses, rows), target[rows]))
-        mask[rows] = _among(scores if len(rows) == scores.rows else scores.at(rows), best)
-        if len(rows) == scores.rows and not some_off and bool(held.all()):
-            every = best
-        rows = rows[~held & ~off[rows]]
-        if len(rows) == 0 or more < _LEAST:
-            break
-        best, more = with_masses(top_candidates(scores.at(rows), more)), 0
-    if len(rows):
-        part = scores.at(rows)
-        mask[rows] = smallest_prefix(part, part.values, _of_rows(masses, rows), target[rows], by_value=True)
-    return scores, masses, mask | off[:, None], every
-
-
-def _of_rows(masses: Masses, rows: Tensor) -> Masses:
-    """What `smallest_prefix` needs of these rows' masses."""
-    return masses._replace(largest=masses.largest[rows], total=masses.total[rows])
+    found = crossing(scores, p)
+    if found.every is not None:
+        return found.every
+    assert found.mask is not None
+    return replace(found.scores.keep(found.mask), sums=found.sums)
 
 
 def keep_min_p(
@@ -155,16 +116,3 @@ def keep_min_p(
     return scores.keep(
         scores.values >= (scores.largest.double() + min_p.to(scores.values.device).log() - CLOSE)[:, None]
     )
-
-
-def reach(total: Tensor, p: Tensor) -> Tensor:
-    """int64 `[T]`: the mass at which a part p of `total` is reached."""
-    wanted = total.double() * (p - torch.minimum(p, 1.0 - p) * CLOSE)
-    return torch.minimum(wanted.to(torch.int64).clamp(min=1), total)
-
-
-def _among(scores: Scores, best: Scores) -> Tensor:
-    """Bool `[T, n]`: the columns down to the last of the candidates `best` that are left, by the total order."""
-    last = torch.where(best.values == -torch.inf, torch.inf, best.values).amin(1, keepdim=True)
-    last_id = torch.where(best.values == last, best.token_ids, -1).amax(1, keepdim=True)
-    return (scores.values > last) | (scores.values == last) & (scores.token_ids <= last_id)

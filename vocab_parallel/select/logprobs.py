@@ -12,7 +12,8 @@ from vocab_parallel.arguments import check_logits
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.select.channel import Channel
 from vocab_parallel.select.masses import Masses, measure
-from vocab_parallel.select.scores import Scores, describe, nan_found, top_candidates
+from vocab_parallel.select.nan import nan_found
+from vocab_parallel.select.scores import Scores, describe, top_candidates
 from vocab_parallel.shard import VocabShard
 
 

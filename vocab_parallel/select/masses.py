@@ -114,12 +114,12 @@ def measure(scores: Scores, *, moments: bool = False) -> Masses:
     scores = with_largest(scores)
     assert scores.largest is not None
     require_support(scores, scores.largest, infinite=False)
-    bits, width = mass_bits(scores.vocab_size), BLOCK
-    if scores.values.shape[1] <= _FEW_COLUMNS and not moments:
-        width, more = 1, []
-        blocks = scores.masses if scores.masses is not None else _few_masses(scores.values, scores.largest, bits)
-    else:
+    bits, more = mass_bits(scores.vocab_size), []
+    if moments:
+        width = BLOCK
         blocks, *more = _block_sums(scores.values, scores.largest, bits, moments)
+    else:
+        blocks, width = blocks_of(scores, scores.largest)
     sums = [blocks.to(torch.int64).sum(1)]
     if not moments and may_use_words(scores):
         by_rank = scores.channel.gather_words(sums[0].tolist())
@@ -131,6 +131,14 @@ def measure(scores: Scores, *, moments: bool = False) -> Masses:
     gathered = scores.channel.gather(torch.stack(sums))  # [size, 1 or 4, T]
     total, *rest = gathered.sum(0)
     return Masses(scores.largest, bits, gathered[:, 0], total, blocks, width, *rest)
+
+
+def blocks_of(scores: Scores, largest: Tensor) -> tuple[Tensor, int]:
+    """`Masses.blocks` and `Masses.width` of this rank's columns, below the rows' largest values `[T]`."""
+    bits = mass_bits(scores.vocab_size)
+    if scores.values.shape[1] > _FEW_COLUMNS:
+        return _block_sums(scores.values, largest, bits, False)[0], BLOCK
+    return scores.masses if scores.masses is not None else _few_masses(scores.values, largest, bits), 1
 
 
 def with_masses(scores: Scores) -> Scores:
@@ -170,6 +178,23 @@ def fixed_exp(difference: Tensor, bits: int, dtype: torch.dtype = torch.float64)
         dtype: float32 for differences of float32 numbers: the polynomial then is as short as they allow.
     """
     return _scaled_exp(difference.clone(), bits, dtype).add_(_MAGIC).sub_(_MAGIC)
+
+
+def steady_exp(difference: Tensor) -> Tensor:
+    """float64 `exp` of differences of at most 0, in exact steps: the same bits for a number on every machine."""
+    return _scaled_exp(difference.clone(), 0, torch.float64)
+
+
+def exp(x: float) -> float:
+    """`steady_exp` of one number."""
+    coefficients = _EXP2[torch.float64]
+    x = max(x, -_REACH) * (1.0 / math.log(2.0))
+    rounded = (x + _MAGIC) - _MAGIC
+    x -= rounded
+    power = coefficients[-1]
+    for coefficient in coefficients[-2::-1]:
+        power = power * x + coefficient
+    return math.ldexp(power, int(rounded))
 
 
 def value_spread(scores: Scores) -> Tensor:

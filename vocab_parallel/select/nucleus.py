@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.headers import checksum
-from vocab_parallel.select.filters import nucleus
-from vocab_parallel.select.masses import Masses, masses_of
+from vocab_parallel.select.crossing import crossing
+from vocab_parallel.select.masses import Masses, masses_of, measure
 from vocab_parallel.select.parameters import row_values
 from vocab_parallel.select.scores import Scores, describe, open_scores, rows_of
 from vocab_parallel.shard import VocabShard
@@ -79,8 +79,10 @@ def top_p(
     with scores.channel.guard():
         if fault is not None:
             raise fault
-    scores, masses, mask, _ = nucleus(scores, part)
-    return _whole(logits, shard, scores, masses, mask & (scores.values > -torch.inf))
+    found = crossing(scores, part, masked=True)
+    assert found.mask is not None
+    masses = found.masses if found.masses is not None else measure(found.scores)
+    return _whole(logits, shard, found.scores, masses, found.mask & (scores.values > -torch.inf))
 
 
 def _whole(logits: Tensor, shard: VocabShard, scores: Scores, masses: Masses, mask: Tensor) -> Nucleus:

@@ -32,21 +32,20 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int, *, may_read: bool = 
     rows, columns = values.shape
     if k == 1:
         return column_keys(values, token_ids, _first_best(values).indices if columns else None)
-    found = min(k, columns)
-    planes = 2 if values.dtype == torch.float64 else 1
-    out = torch.full((planes, rows, k), _LOW, dtype=torch.int64, device=values.device)  # an id beyond all
+    found, planes = min(k, columns), 2 if values.dtype == torch.float64 else 1
+    if found == 0 or not may_read or planes == 2 or (rows > FEW_ROWS and _coarse(values)):
+        keys = _exact_top(values, token_ids, found) if found else token_ids.new_zeros(planes, rows, 0)
+    else:
+        keys, sure = _top_without_ties(values, token_ids, found)
+        if not all(sure):
+            tied = torch.tensor([row for row, one in enumerate(sure) if not one])
+            ids = token_ids if token_ids.dim() == 1 else token_ids[tied]
+            keys[:, tied] = _exact_top(values[tied], ids, found)
+    if found == k:
+        return keys
+    out = keys.new_full((planes, rows, k), _LOW)  # an id beyond all
     out[0] = NONE
-    if found == 0:
-        return out
-    if not may_read or planes == 2 or _coarse(values):
-        out[:, :, :found] = _exact_top(values, token_ids, found)
-        return out
-    keys, sure = _top_without_ties(values, token_ids, found)
-    out[0, :, :found] = keys
-    tied = (~sure).nonzero()[:, 0]
-    if len(tied):
-        ids = token_ids if token_ids.dim() == 1 else token_ids[tied]
-        out[:, tied, :found] = _exact_top(values[tied], ids, found)
+    out[:, :, :found] = keys
     return out
 
 
@@ -72,10 +71,10 @@ def _coarse(values: Tensor) -> bool:
     return not bool((bits & 0x1FFF).any())
 
 
-def _top_without_ties(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Keys of the k largest `[T, k]` as the library finds them, which leaves the order of ties open.
+def _top_without_ties(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, list[bool]]:
+    """Keys of the k largest `[1, T, k]` as the library finds them, which leaves the order of ties open.
 
-    Last, bool `[T]`: no column that is left out equals the last one, so that these are the best k.
+    Last, of each row: no column that is left out equals the last one, so that these are the best k.
     """
     columns = values.shape[1]
     if columns < _MANY_COLUMNS or columns // _BLOCK <= k:
@@ -88,7 +87,7 @@ def _top_without_ties(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor
         top, place = values.gather(1, index).topk(k + 1, dim=1)
         index, rest = index.gather(1, place), torch.maximum(top[:, k:], left[:, k:])
     keys = pack(top[:, :k], ids_at(token_ids, index[:, :k]))
-    return keys, (top[:, k - 1 : k] > rest).all(1)
+    return keys[None], (top[:, k - 1 : k] > rest).all(1).tolist()
 
 
 def column_keys(values: Tensor, token_ids: Tensor, column: Tensor | None, there: Tensor | None = None) -> Tensor:
@@ -150,6 +149,18 @@ def merge(gathered: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return from_ordered(ordered[:, :k], torch.float64), merged[1].gather(1, at[:, :k])
 
 
+def by_rank(gathered: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values and ids `[T, size * k]` of the ranks' `best_columns`, rank after rank, and the places of the best first.
+
+    What is no column has value -inf and id `vocab_size`, and is last.
+    """
+    planes = gathered.permute(1, 2, 0, 3).flatten(2)
+    values, ids = unpack(planes[0]) if len(planes) == 1 else (from_ordered(planes[0], torch.float64), planes[1])
+    order = planes[0].argsort(dim=1, descending=True, stable=True)  # of equal float64 values each rank's ids ascend
+    unused = ids >= vocab_size
+    return values.masked_fill(unused, -torch.inf), ids.masked_fill(unused, vocab_size), order
+
+
 def pack(values: Tensor, token_ids: Tensor) -> Tensor:
     """int64 keys of float32 `values` and the ids beside them."""
     return (ordered_bits(values).to(torch.int64) << 32) | (_LOW - token_ids)
@@ -186,35 +197,40 @@ def best_words(values: Tensor, token_ids: Tensor) -> list[int]:
     best, column = _first_best(values)
     if token_ids.dim() == 1:
         first, columns = token_ids[0].item(), column.tolist()
-        return [_key(value, first + at) for value, at in zip(best.tolist(), columns, strict=True)]
+        return [key_of(value, first + at) for value, at in zip(best.tolist(), columns, strict=True)]
     return words_of(best[:, None], ids_at(token_ids, column[:, None]))
 
 
 def words_of(values: Tensor, token_ids: Tensor) -> list[int]:
     """`pack` of few rows `[T, 1]`."""
     each = zip(values[:, 0].tolist(), token_ids[:, 0].tolist(), strict=True)
-    return [_key(value, token_id) for value, token_id in each]
+    return [key_of(value, token_id) for value, token_id in each]
 
 
 def best_of_words(gathered: list[list[int]]) -> tuple[Tensor, Tensor]:
     """The best of the ranks' words for each row: float32 values and ids `[T]`."""
     keys = [max(words) for words in zip(*gathered, strict=True)]
-    values = torch.tensor([_value(key) for key in keys], dtype=torch.float32)
-    return values, torch.tensor([_LOW - (key & _LOW) for key in keys])
+    values = torch.tensor([value_of(key) for key in keys], dtype=torch.float32)
+    return values, torch.tensor([id_of(key) for key in keys])
 
 
-def _key(value: float, token_id: int) -> int:
+def key_of(value: float, token_id: int) -> int:
     """`pack` of one column."""
     bits: int = struct.unpack("<i", struct.pack("<f", value + 0.0))[0]
     ordered = 0x7FFFFFFF if value != value else bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered << 32) | (_LOW - token_id)
 
 
-def _value(key: int) -> float:
+def value_of(key: int) -> float:
     """The value of one of `unpack`."""
     ordered = key >> 32
     value: float = struct.unpack("<f", struct.pack("<i", ordered ^ ((ordered >> 31) & 0x7FFFFFFF)))[0]
     return value
+
+
+def id_of(key: int) -> int:
+    """The id of one of `unpack`."""
+    return _LOW - (key & _LOW)
 
 
 def ids_at(token_ids: Tensor, index: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from torch import Tensor
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.headers import checksum
 from vocab_parallel.select.filters import MIN_TEMPERATURE, keep_min_p, keep_top_k, keep_top_p, temper
-from vocab_parallel.select.masses import Masses, masses_of, measure
+from vocab_parallel.select.masses import Masses, measure
 from vocab_parallel.select.order import FEW_ROWS, NONE, best_of_words, column_keys, ids_at, merge, words_of
 from vocab_parallel.select.parameters import row_values
+from vocab_parallel.select.position import column_at, tokens
 from vocab_parallel.select.scores import Scores, describe, may_use_words, open_scores, rows_of
 from vocab_parallel.select.streams import Streams, check_streams
 from vocab_parallel.shard import VocabShard
@@ -98,8 +99,11 @@ def sample(
     filters = {"temperature": temper, "top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}
     for name, one in values.items():
         scores = filters[name](scores, one)
-    drawn = draw(scores, streams)
-    return Sample(drawn.token_ids.view(logits.shape[:-1]), drawn.streams)
+    if _quick(scores):
+        token_ids = torch.tensor(tokens(scores, streams.bits().tolist()))
+    else:
+        token_ids = draw(scores, streams).token_ids
+    return Sample(token_ids.view(logits.shape[:-1]), streams.advanced())
 
 
 def draw(scores: Scores, streams: Streams, *, active: Tensor | None = None) -> Drawn:
@@ -117,7 +121,7 @@ def draw(scores: Scores, streams: Streams, *, active: Tensor | None = None) -> D
     masses = measure(scores)
     at = _scaled(streams.bits().to(scores.values.device), masses.total)  # in [0, total)
     if scores.channel.size == 1:
-        column = _column_at(scores, masses, at)[:, None]
+        column = column_at(scores, masses, at)[:, None]
         values, token_ids = scores.values.gather(1, column) + 0.0, ids_at(scores.token_ids, column)
     else:
         if may_use_words(scores):
@@ -126,7 +130,7 @@ def draw(scores: Scores, streams: Streams, *, active: Tensor | None = None) -> D
         owner = (through <= at).sum(0).clamp(max=scores.channel.size - 1)  # an empty row may be told of later
         at = at - (through - masses.by_rank).gather(0, owner[None])[0]
         token = column_keys(
-            scores.values, scores.token_ids, _column_at(scores, masses, at), owner == scores.channel.rank
+            scores.values, scores.token_ids, column_at(scores, masses, at), owner == scores.channel.rank
         )
         values, token_ids = merge(scores.channel.gather(token), 1)
     values, token_ids = values[:, 0], token_ids[:, 0]
@@ -150,7 +154,7 @@ def _drawn_by_words(scores: Scores, masses: Masses, at: Tensor, streams: Streams
         rows = torch.tensor(mine)
         part = scores.at(rows)
         fewer = masses._replace(largest=masses.largest[rows], blocks=masses.blocks[rows])
-        column = _column_at(part, fewer, torch.tensor(rest))[:, None]
+        column = column_at(part, fewer, torch.tensor(rest))[:, None]
         for row, word in zip(
             mine, words_of(part.values.gather(1, column), ids_at(part.token_ids, column)), strict=True
         ):
@@ -159,6 +163,14 @@ def _drawn_by_words(scores: Scores, masses: Masses, at: Tensor, streams: Streams
     if active is not None:
         token_ids = torch.where(active, token_ids, -1)
     return Drawn(token_ids, values, masses, streams)
+
+
+def _quick(scores: Scores) -> bool:
+    """Whether `tokens` can draw: it has what `draw` would exchange in fewer steps, unless only the masses are left."""
+    values, channel = scores.values, scores.channel
+    if channel.size == 1 or values.dtype == torch.float64 or values.device.type != "cpu":
+        return False
+    return not channel.group.defers(values.device) and (scores.largest is None or scores.sums is not None)
 
 
 def _checked(given: dict[str, object], rows: int) -> dict[str, Tensor]:
@@ -200,19 +212,3 @@ def _scaled(bits: Tensor, total: Tensor) -> Tensor:
     a, b, c, d = bits >> 31, bits & low, total >> 31, total & low
     carry = ((a * d & low) + (b * c & low) + (b * d >> 31)) >> 31
     return a * c + (a * d >> 31) + (b * c >> 31) + carry
-
-
-def _column_at(scores: Scores, masses: Masses, at: Tensor) -> Tensor:
-    """int64 `[T]`: this rank's column at which its masses, added up, pass `at`; any column where they do not."""
-    n = scores.values.shape[1]
-    if n == 0:
-        return torch.zeros_like(at)
-    through = masses.blocks.to(torch.int64).cumsum(1)
-    block = (through <= at[:, None]).sum(1, keepdim=True).clamp(max=through.shape[1] - 1)
-    if masses.width == 1:
-        return block[:, 0]
-    at = at[:, None] - (through - masses.blocks.to(torch.int64)).gather(1, block)
-    columns = block * masses.width + torch.arange(min(masses.width, n), device=at.device)
-    values = scores.values.gather(1, columns.clamp(max=n - 1)).masked_fill(columns >= n, -torch.inf)
-    through = masses_of(values, masses.largest[:, None], masses.bits).cumsum(1)
-    return (block[:, 0] * masses.width + (through <= at).sum(1)).clamp(max=n - 1)

@@ -14,14 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel.agreement import Found, first_row
+from vocab_parallel.agreement import first_row
 from vocab_parallel.arguments import check_logits
 from vocab_parallel.errors import NonFiniteError
 from vocab_parallel.select.channel import Channel
+from vocab_parallel.select.nan import describe_nan, nan_found
 from vocab_parallel.select.order import best_columns, best_of_words, best_words, few, merge
 from vocab_parallel.shard import VocabShard
 
-_FEW_KEYS = 128  # that are quicker as Python's integers
+FEW_KEYS = 128  # that are quicker as Python's integers
 
 
 class Peak(NamedTuple):
@@ -29,6 +30,18 @@ class Peak(NamedTuple):
 
     values: Tensor
     token_ids: Tensor
+
+
+class Bounds(NamedTuple):
+    """Bounds of what each rank's columns of a row weigh, in masses of the row's largest column."""
+
+    low: list[float]
+    high: list[float]
+
+    def plus(self, other: Bounds) -> Bounds:
+        """Of both together."""
+        pairs = zip(self, other, strict=True)
+        return Bounds(*([a + b for a, b in zip(one, more, strict=True)] for one, more in pairs))
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,7 @@ class Scores:
         masses: float64 `[T, n]`, the columns' masses below `largest`, if formed. See `masses`.
         largest: `[T]` the rows' largest values, if known; else None.
         peak: Their `Peak`, if known.
+        sums: What each rank's columns weigh, row by row, if known; the same on every rank.
     """
 
     values: Tensor
@@ -53,6 +67,7 @@ class Scores:
     largest: Tensor | None = None
     peak: Peak | None = None
     masses: Tensor | None = None
+    sums: list[Bounds] | None = None
 
     @classmethod
     def of(cls, logits: Tensor, shard: VocabShard, channel: Channel) -> Scores:
@@ -75,7 +90,7 @@ class Scores:
 
     def with_values(self, values: Tensor, largest: Tensor | None = None) -> Scores:
         """The same columns with other values; what was known of the old ones is dropped."""
-        return replace(self, values=values, largest=largest, peak=None, masses=None)
+        return replace(self, values=values, largest=largest, peak=None, masses=None, sums=None)
 
     def keep(self, mask: Tensor, *, keeps_peak: bool = True) -> Scores:
         """-inf where `mask` `[T, n]` is False.
@@ -86,7 +101,7 @@ class Scores:
         values = self.values.masked_fill(~mask, -torch.inf)
         if not keeps_peak:
             return self.with_values(values)
-        return replace(self, values=values, masses=None if self.masses is None else self.masses * mask)
+        return replace(self, values=values, masses=None if self.masses is None else self.masses * mask, sums=None)
 
     def at(self, rows: Tensor) -> Scores:
         """These rows, int64 `[N]`, only; every rank must take the same."""
@@ -94,7 +109,9 @@ class Scores:
         largest = None if self.largest is None else self.largest[rows]
         peak = None if self.peak is None else Peak(self.peak.values[rows], self.peak.token_ids[rows])
         masses = None if self.masses is None else self.masses[rows]
-        return replace(self, values=self.values[rows], token_ids=ids, largest=largest, peak=peak, masses=masses)
+        sums = None if self.sums is None else [self.sums[row] for row in rows.tolist()]
+        values = self.values[rows]
+        return replace(self, values=values, token_ids=ids, largest=largest, peak=peak, masses=masses, sums=sums)
 
     def listed(self, ids: Tensor) -> Tensor:
         """Bool `[T, n]`: the columns whose id is among the row's `ids`, int64 `[T, m]`, or `[m]` for all rows.
@@ -125,33 +142,6 @@ class Scores:
         if table.dim() == 1:
             return table[ids]
         return table.gather(1, ids) if self.replicated else table[:, ids]
-
-
-def nan_found(logits: object, shard: VocabShard) -> Found | None:
-    """The first row with NaN among this rank's real columns, unread. None if these are no logits of the shard."""
-    try:
-        check_logits(logits, shard)
-    except ValueError:
-        return None
-    assert isinstance(logits, Tensor)
-    if not shard.defers(logits.device) and not _has_nan(logits, shard):
-        return Found(torch.tensor([-1, 0], device=logits.device), NonFiniteError, _describe_nan)
-    flat = logits.detach().reshape(-1, shard.shard_size)[:, : shard.num_valid]
-    bad = flat.amax(1).isnan() if flat.shape[1] else flat.new_zeros(len(flat), dtype=torch.bool)
-    row = first_row(bad)
-    return Found(torch.stack([row, torch.full_like(row, shard.rank)]), NonFiniteError, _describe_nan)
-
-
-def _has_nan(logits: Tensor, shard: VocabShard) -> bool:
-    real = logits.detach()[..., : shard.num_valid]
-    return real.numel() > 0 and bool(real.amax().isnan())
-
-
-def _describe_nan(row: int, rank: int | None = None) -> Exception:
-    where = "" if rank is None else f" among the logits of rank {rank} of the group"
-    return NonFiniteError(
-        f"row {row} holds NaN{where}: it has no order. Likely an overflow upstream, or an uninitialised weight."
-    )
 
 
 def describe(logits: object) -> str:
@@ -280,7 +270,7 @@ def require_support(
     def describe(flags: list[int]) -> Exception:
         row, nan, at_infinity, token_id = flags
         if nan:
-            return _describe_nan(row, layout.owner(token_id) if layout is not None and token_id >= 0 else None)
+            return describe_nan(row, layout.owner(token_id) if layout is not None and token_id >= 0 else None)
         if at_infinity:
             return NonFiniteError(f"row {row} holds +inf, which no distribution has. Likely an overflow upstream.")
         return error(f"row {row} has no finite logit: {cause}.")
@@ -288,11 +278,26 @@ def require_support(
     scores.channel.judge(flags, error, describe)
 
 
+def largest_of(scores: Scores, peaks: Tensor) -> Tensor:
+    """The rows' largest values `[T]` of those of the ranks, `[size, T]`, in the scores' dtype.
+
+    Raises:
+        NonFiniteError: On every rank: a row without a finite value, or with +inf or NaN.
+    """
+    largest = peaks.amax(0).to(scores.values.dtype)
+    if not all(-math.inf < value < math.inf for value in largest.tolist()):
+        layout = getattr(scores.channel.group, "layout", None)
+        ranks = peaks.argmax(0).tolist()
+        ids = torch.tensor([layout.range(rank).start if layout is not None else -1 for rank in ranks])
+        require_support(replace(scores, peak=Peak(largest, ids)), largest, infinite=False)
+    return largest
+
+
 def best(scores: Scores, k: int) -> tuple[Tensor, Tensor]:
     """Values and ids `[T, k]` of the best of each row, best first. One all-gather of 8 k bytes a row."""
     may_read = not scores.channel.group.defers(scores.values.device)
     keys = best_columns(scores.values, scores.token_ids, k, may_read=may_read)
-    if may_use_words(scores) and keys.numel() <= _FEW_KEYS:
+    if may_use_words(scores) and keys.numel() <= FEW_KEYS:
         every = torch.tensor(scores.channel.gather_words(keys.flatten().tolist()))
         return merge(every.view(-1, *keys.shape), k)
     return merge(scores.channel.gather(keys), k)

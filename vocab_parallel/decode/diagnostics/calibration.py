@@ -22,7 +22,7 @@ from vocab_parallel.collectives import uncompiled
 from vocab_parallel.decode.diagnostics.reliability import Known, Reliability, Rows, check_temperature
 from vocab_parallel.decode.search.searching import at_least_one
 from vocab_parallel.select.channel import Channel
-from vocab_parallel.select.scores import nan_found
+from vocab_parallel.select.nan import nan_found
 from vocab_parallel.shard import VocabShard
 
 Batch = tuple[Tensor, Tensor]  # logits [..., shard_size] of this rank, target [...]

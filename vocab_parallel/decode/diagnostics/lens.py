@@ -21,7 +21,8 @@ from vocab_parallel.head import VocabParallelLMHead
 from vocab_parallel.loss import chunk_rows
 from vocab_parallel.select.channel import Channel
 from vocab_parallel.select.masses import measure
-from vocab_parallel.select.scores import Peak, Scores, describe, nan_found, require_support, top_candidates, value_at
+from vocab_parallel.select.nan import nan_found
+from vocab_parallel.select.scores import Peak, Scores, describe, require_support, top_candidates, value_at
 
 
 class LayerReadings(NamedTuple):

@@ -21,7 +21,9 @@ def as_columns(scores: Scores) -> Scores:
     n = len(token_ids)
     columns = values.new_full((len(values), n + 1), -float("inf"))  # the last takes what other ranks own
     columns.scatter_(1, places(token_ids, n, scores.token_ids), values)
-    return replace(scores, values=columns[:, :n].contiguous(), token_ids=token_ids, channel=channel, masses=None)
+    return replace(
+        scores, values=columns[:, :n].contiguous(), token_ids=token_ids, channel=channel, masses=None, sums=None
+    )
 
 
 def ranks_of(scores: Scores) -> Channel:

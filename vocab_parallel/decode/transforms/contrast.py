@@ -22,7 +22,8 @@ from vocab_parallel.decode.transforms.transform import RowValue, View, row_value
 from vocab_parallel.errors import LayoutMismatchError
 from vocab_parallel.select.channel import Channel
 from vocab_parallel.select.masses import measure, probabilities
-from vocab_parallel.select.scores import Scores, describe, nan_found, top_candidates
+from vocab_parallel.select.nan import nan_found
+from vocab_parallel.select.scores import Scores, describe, top_candidates
 from vocab_parallel.shard import VocabShard
 
 __all__ = ["Candidates", "Contrastive", "Dola", "contrastive_candidates", "contrastive_select"]

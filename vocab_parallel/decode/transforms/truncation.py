@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from vocab_parallel.select.filters import reach
+from vocab_parallel.select.crossing import reach
 from vocab_parallel.select.masses import CLOSE, Masses, measure, value_spread
 from vocab_parallel.select.prefix import smallest_prefix
 from vocab_parallel.select.scores import Scores, with_largest, with_peak

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
+from vocab_parallel.adjoints import CopyToShards
 from vocab_parallel.agreement import Exchange, capture
 from vocab_parallel.arguments import check_head
-from vocab_parallel.collectives import CopyToShards
 from vocab_parallel.collectives import apply as apply_function
 from vocab_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
 from vocab_parallel.errors import TyingError

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vocab_parallel.adjoints import GatherRows
 from vocab_parallel.agreement import Exchange, capture
 from vocab_parallel.arguments import check_head
-from vocab_parallel.collectives import GatherRows, all_gather, all_to_all, apply, pad_rows
+from vocab_parallel.collectives import all_gather, all_to_all, apply, pad_rows
 from vocab_parallel.embedding import VocabParallelEmbedding
 from vocab_parallel.errors import CheckpointLayoutError
 from vocab_parallel.head import VocabParallelLMHead
