@@ -22,6 +22,8 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 
 _KNOWN = (torch.uint8, torch.int64)  # to every backend, and what calls send most; others go as bytes
 
+_AT_ONCE = Step("all_gather_at_once", (), torch.int64, torch.device("cpu"))
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Issue = Callable[[], Any]
@@ -108,10 +110,15 @@ def all_gather_at_once(group: RankGroup, x: Tensor) -> Pending:
 
 def all_gather_words(group: RankGroup, words: list[int]) -> list[list[int]]:
     """`all_gather_at_once` of n of Python's integers, on a CPU, to the end: `[tp][n]` in rank order."""
-    packed = bytearray(struct.pack(f"={len(words)}q", *words) * group.size)
-    sent = torch.frombuffer(packed, dtype=torch.int64)
-    every = _send_to_all(group, sent, sent.new_empty(group.size, len(words)), sent[: len(words)]).wait()
-    return every.tolist()
+    n = len(words)
+    sent = torch.frombuffer(bytearray(struct.pack(f"={n}q", *words) * group.size), dtype=torch.int64)
+    every = torch.empty(n * group.size, dtype=torch.int64)
+    _start(
+        "all_gather", group, 8 * n * (group.size - 1), every, sent,
+        lambda: dist.all_to_all_single(every, sent, group=group.group, async_op=True), _AT_ONCE._replace(shape=(n,)),
+    ).wait()  # fmt: skip
+    gathered = every.tolist()
+    return [gathered[at : at + n] for at in range(0, len(gathered), n)]
 
 
 def broadcast_words(group: RankGroup, words: list[int], root: int) -> list[int]:

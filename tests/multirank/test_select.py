@@ -13,7 +13,8 @@ from tests.multirank.shared_world import Batch
 from tests.ranks import run_ranks
 from vocab_parallel import Streams, VocabLayout, VocabShard, greedy, reference, top_k
 from vocab_parallel.select.channel import Channel
-from vocab_parallel.select.order import best_of_words, pack, unpack, words_of
+from vocab_parallel.select.keys import ids_of, keys_of, values_of
+from vocab_parallel.select.order import pack, unpack
 from vocab_parallel.select.sampling import draw
 from vocab_parallel.select.scores import Scores, peak_of, top_candidates
 
@@ -135,8 +136,9 @@ def test_an_id_that_no_float_holds_comes_back_from_its_key():
     values = torch.tensor([-torch.inf, -0.0, 1.5, torch.nan])
     keys = pack(values, ids)
     assert torch.equal(unpack(keys)[1], ids) and keys.tolist() == sorted(keys.tolist())
-    assert words_of(values[:, None], ids[:, None]) == keys.tolist()
-    assert torch.equal(best_of_words([keys.tolist()])[1], ids)
+    assert keys_of(values.tolist(), ids.tolist()) == keys.tolist()
+    assert ids_of(keys.tolist()) == ids.tolist()
+    assert torch.equal(torch.tensor(values_of(keys.tolist())).nan_to_num(7.5), unpack(keys)[0].nan_to_num(7.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

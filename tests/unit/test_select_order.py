@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.select import order
-from vocab_parallel.select.order import best_columns, best_of_words, best_words, merge
+from vocab_parallel.select.keys import best_keys, best_of_keys, ids_of, values_of
+from vocab_parallel.select.order import best_columns, merge
 
 FIRST_ID = 1000
-SIZES = [5, 100, 3000, 2 * order._MANY_COLUMNS - 27]  # the last two of more than a block, with columns that fill none
+# of more than a block, some with columns that fill none
+SIZES = [5, 100, 3000, 2 * order._MANY_COLUMNS, 2 * order._MANY_FOR_ONE - 27]
 ROWS = 5
 
 
@@ -88,8 +90,10 @@ def test_the_best_columns_are_those_of_a_sort(
             expected = ids[at] if token_ids is ids else shuffled.gather(1, at)
             assert torch.equal(best_ids[:, :found], expected), f"{may_read=}"
             assert torch.equal(best[:, :found].nan_to_num(7.5), values.gather(1, at).nan_to_num(7.5))
-            assert (best_ids[:, found:] == order._LOW).all()
-        if k == 1 and dtype == torch.float32:
-            best, best_ids = best_of_words([best_words(values, token_ids)])
-            assert torch.equal(best_ids[:, None], expected)
-            assert torch.equal(best.nan_to_num(7.5), values.gather(1, at)[:, 0].nan_to_num(7.5))
+            assert (best_ids[:, found:] == order.LOW).all()
+        if dtype == torch.float32:
+            keys = [key for row in best_of_keys([best_keys(values, token_ids, k)], ROWS, k) for key in row]
+            best, best_ids = torch.tensor(values_of(keys)).view(-1, k), torch.tensor(ids_of(keys)).view(-1, k)
+            assert torch.equal(best_ids[:, :found], expected)
+            assert torch.equal(best[:, :found].nan_to_num(7.5), values.gather(1, at).nan_to_num(7.5))
+            assert (best_ids[:, found:] == order.LOW).all()

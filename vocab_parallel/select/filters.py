@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.select.crossing import crossing
+from vocab_parallel.select.held import is_few, nucleus_of
 from vocab_parallel.select.listed import down_to
 from vocab_parallel.select.masses import CLOSE
 from vocab_parallel.select.scores import Scores, peak_of, top_candidates, with_largest
@@ -93,6 +94,9 @@ def keep_top_p(
     """
     if bool((p >= 1.0).all()):
         return scores
+    held = nucleus_of(scores, p.tolist()) if is_few(scores) else None
+    if held is not None:
+        return held
     found = crossing(scores, p)
     if found.every is not None:
         return found.every

@@ -76,8 +76,8 @@ def top_p(
     scores = open_scores(
         logits, shard, f"top_p(logits {describe(logits)})", kind="candidates", checksum=same, may_hide_nan=False
     )
-    with scores.channel.guard():
-        if fault is not None:
+    if fault is not None:
+        with scores.channel.guard():
             raise fault
     found = crossing(scores, part, masked=True)
     assert found.mask is not None

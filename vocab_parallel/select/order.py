@@ -8,16 +8,15 @@ leaves no room for the id: its candidates travel as two integers.
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
-_LOW = 0xFFFFFFFF
+LOW = 0xFFFFFFFF
 NONE: int = torch.iinfo(torch.int64).min  # below every candidate
 _BLOCK_ELEMENTS = 1 << 20
-_BLOCK = 64  # columns that are looked at by their maximum first
-_MANY_COLUMNS = 1 << 15
+_BLOCK_BITS = 6
+_BLOCK = 1 << _BLOCK_BITS  # columns that are looked at by their maximum first
+_MANY_COLUMNS, _MANY_FOR_ONE = 1 << 13, 1 << 15
 FEW_ROWS = 16
 
 
@@ -31,19 +30,20 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int, *, may_read: bool = 
     """
     rows, columns = values.shape
     if k == 1:
-        return column_keys(values, token_ids, _first_best(values).indices if columns else None)
+        return column_keys(values, token_ids, first_best(values).indices if columns else None)
     found, planes = min(k, columns), 2 if values.dtype == torch.float64 else 1
     if found == 0 or not may_read or planes == 2 or (rows > FEW_ROWS and _coarse(values)):
         keys = _exact_top(values, token_ids, found) if found else token_ids.new_zeros(planes, rows, 0)
     else:
-        keys, sure = _top_without_ties(values, token_ids, found)
+        top, index, sure = library_best(values, found)
+        keys = pack(top, ids_at(token_ids, index))[None]
         if not all(sure):
             tied = torch.tensor([row for row, one in enumerate(sure) if not one])
             ids = token_ids if token_ids.dim() == 1 else token_ids[tied]
             keys[:, tied] = _exact_top(values[tied], ids, found)
     if found == k:
         return keys
-    out = keys.new_full((planes, rows, k), _LOW)  # an id beyond all
+    out = keys.new_full((planes, rows, k), LOW)  # an id beyond all
     out[0] = NONE
     out[:, :, :found] = keys
     return out
@@ -71,23 +71,29 @@ def _coarse(values: Tensor) -> bool:
     return not bool((bits & 0x1FFF).any())
 
 
-def _top_without_ties(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, list[bool]]:
-    """Keys of the k largest `[1, T, k]` as the library finds them, which leaves the order of ties open.
+def library_best(values: Tensor, k: int) -> tuple[Tensor, Tensor, list[bool]]:
+    """The k largest of each row and their columns `[T, k]`, as the library finds them, ties in any order.
 
     Last, of each row: no column that is left out equals the last one, so that these are the best k.
     """
-    columns = values.shape[1]
-    if columns < _MANY_COLUMNS or columns // _BLOCK <= k:
+    rows, columns = values.shape
+    whole = columns // _BLOCK
+    if columns < _MANY_COLUMNS or whole <= k:
         top, index = values.topk(min(k + 1, columns), dim=1)
         rest = top[:, k:]
     else:
-        whole = columns // _BLOCK
-        left, at = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2).topk(k + 1, dim=1)
-        index = _columns_of(at[:, :k], whole, columns)
-        top, place = values.gather(1, index).topk(k + 1, dim=1)
-        index, rest = index.gather(1, place), torch.maximum(top[:, k:], left[:, k:])
-    keys = pack(top[:, :k], ids_at(token_ids, index[:, :k]))
-    return keys[None], (top[:, k - 1 : k] > rest).all(1).tolist()
+        blocks = values[:, : whole * _BLOCK].reshape(rows, whole, _BLOCK)
+        left, at = blocks.amax(2).topk(k + 1, dim=1)
+        if columns % _BLOCK:
+            index = _columns_of(at[:, :k], whole, columns)
+            top, place = values.gather(1, index).topk(k + 1, dim=1)
+            index = index.gather(1, place)
+        else:  # whole blocks at once are far quicker than columns one by one
+            first = torch.arange(0, rows * whole, whole, device=values.device)[:, None] if rows > 1 else 0
+            top, place = blocks.view(-1, _BLOCK)[at[:, :k] + first].view(rows, -1).topk(k + 1, dim=1)
+            index = at.gather(1, place >> _BLOCK_BITS) << _BLOCK_BITS | place & (_BLOCK - 1)
+        rest = torch.maximum(top[:, k:], left[:, k:])
+    return top[:, :k], index[:, :k], (top[:, k - 1 : k] > rest).all(1).tolist()
 
 
 def column_keys(values: Tensor, token_ids: Tensor, column: Tensor | None, there: Tensor | None = None) -> Tensor:
@@ -98,7 +104,7 @@ def column_keys(values: Tensor, token_ids: Tensor, column: Tensor | None, there:
     """
     planes = 2 if values.dtype == torch.float64 else 1
     if column is None or values.shape[1] == 0:
-        return torch.tensor([NONE, _LOW], device=values.device)[:planes, None, None].repeat(1, len(values), 1)
+        return torch.tensor([NONE, LOW], device=values.device)[:planes, None, None].repeat(1, len(values), 1)
     value, token_id = values.gather(1, column[:, None]), ids_at(token_ids, column[:, None])
     keys = torch.stack([ordered_bits(value), token_id]) if planes == 2 else pack(value, token_id)[None]
     return keys if there is None else torch.where(there[:, None], keys, NONE)
@@ -123,11 +129,11 @@ def _columns_of(blocks: Tensor, whole: int, columns: int) -> Tensor:
     return torch.cat([index, rest.expand(len(blocks), -1)], 1) if len(rest) else index
 
 
-def _first_best(values: Tensor) -> torch.return_types.max:
+def first_best(values: Tensor) -> torch.return_types.max:
     """The first column of each row's largest value, NaN above all, and that value."""
     columns = values.shape[1]
     whole = columns // _BLOCK
-    if columns < _MANY_COLUMNS:
+    if columns < _MANY_FOR_ONE:
         return values.max(1)
     blocks = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2)  # a maximum alone is far faster on a CPU
     if columns % _BLOCK:
@@ -163,12 +169,12 @@ def by_rank(gathered: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def pack(values: Tensor, token_ids: Tensor) -> Tensor:
     """int64 keys of float32 `values` and the ids beside them."""
-    return (ordered_bits(values).to(torch.int64) << 32) | (_LOW - token_ids)
+    return (ordered_bits(values).to(torch.int64) << 32) | (LOW - token_ids)
 
 
 def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
     """The float32 values and int64 token ids of `keys`."""
-    return from_ordered((keys >> 32).to(torch.int32), torch.float32), _LOW - (keys & _LOW)
+    return from_ordered((keys >> 32).to(torch.int32), torch.float32), LOW - (keys & LOW)
 
 
 def ordered_bits(values: Tensor) -> Tensor:
@@ -186,51 +192,8 @@ def from_ordered(ordered: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def few(values: Tensor) -> bool:
-    """Whether rows `[T, n]` are so few that Python's integers beat chains of small tensor operations."""
-    return values.device.type == "cpu" and values.dtype != torch.float64 and 0 < len(values) <= FEW_ROWS
-
-
-def best_words(values: Tensor, token_ids: Tensor) -> list[int]:
-    """`best_columns` with k = 1 of few rows."""
-    if values.shape[1] == 0:
-        return [NONE] * len(values)
-    best, column = _first_best(values)
-    if token_ids.dim() == 1:
-        first, columns = token_ids[0].item(), column.tolist()
-        return [key_of(value, first + at) for value, at in zip(best.tolist(), columns, strict=True)]
-    return words_of(best[:, None], ids_at(token_ids, column[:, None]))
-
-
-def words_of(values: Tensor, token_ids: Tensor) -> list[int]:
-    """`pack` of few rows `[T, 1]`."""
-    each = zip(values[:, 0].tolist(), token_ids[:, 0].tolist(), strict=True)
-    return [key_of(value, token_id) for value, token_id in each]
-
-
-def best_of_words(gathered: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """The best of the ranks' words for each row: float32 values and ids `[T]`."""
-    keys = [max(words) for words in zip(*gathered, strict=True)]
-    values = torch.tensor([value_of(key) for key in keys], dtype=torch.float32)
-    return values, torch.tensor([id_of(key) for key in keys])
-
-
-def key_of(value: float, token_id: int) -> int:
-    """`pack` of one column."""
-    bits: int = struct.unpack("<i", struct.pack("<f", value + 0.0))[0]
-    ordered = 0x7FFFFFFF if value != value else bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered << 32) | (_LOW - token_id)
-
-
-def value_of(key: int) -> float:
-    """The value of one of `unpack`."""
-    ordered = key >> 32
-    value: float = struct.unpack("<f", struct.pack("<i", ordered ^ ((ordered >> 31) & 0x7FFFFFFF)))[0]
-    return value
-
-
-def id_of(key: int) -> int:
-    """The id of one of `unpack`."""
-    return _LOW - (key & _LOW)
+    """Whether rows `[T, n]` are so few that Python's integers beat chains of small tensor operations (see `keys`)."""
+    return values.dtype != torch.float64 and 0 < len(values) <= FEW_ROWS and values.device.type == "cpu"
 
 
 def ids_at(token_ids: Tensor, index: Tensor) -> Tensor:

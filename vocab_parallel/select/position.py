@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.select.approximate import ERROR, block_sums, bounds, rounding
+from vocab_parallel.select.keys import ids_of, keys_of, values_of
 from vocab_parallel.select.masses import BLOCK, Masses, blocks_of, exp, mass_bits, masses_of
-from vocab_parallel.select.order import id_of, key_of, value_of
 from vocab_parallel.select.scores import Bounds, Scores, largest_of
 
 _CODE_BITS = 27  # of a sum in 32 bits, below the 5 of its exponent
@@ -44,10 +44,13 @@ def tokens(scores: Scores, draws: list[int]) -> list[int]:
     """
     channel, part, columns = scores.channel, Part.of(scores.values), scores.vocab_size
     if scores.sums is None:
-        words = list(zip(*channel.gather_words(part.words()), strict=True))  # of each row, the ranks'
-        best = torch.tensor([[value_of(word) for word in of_row] for of_row in words], dtype=torch.float32)
-        peaks = largest_of(scores, best.view(-1, channel.size).t()).tolist()
-        sums = [_sums(of_row, columns) for of_row in words]
+        gathered = channel.gather_words(part.words())
+        each = list(zip(*(values_of(words) for words in gathered), strict=True))  # of each row, the ranks' peaks
+        peaks = [max(of_ranks) for of_ranks in each]
+        if not all(-math.inf < one < math.inf for one in peaks) or any(math.isnan(one) for of in each for one in of):
+            largest_of(scores, torch.tensor(each).t())
+        codes = zip(*(ids_of(words) for words in gathered), strict=True)
+        sums = [_sums(of_ranks, of_row, columns) for of_ranks, of_row in zip(each, codes, strict=True)]
     else:
         assert scores.largest is not None
         peaks, sums = scores.largest.tolist(), scores.sums
@@ -132,7 +135,7 @@ class Part(NamedTuple):
 
     def words(self) -> list[int]:
         """A key for each row: its peak, and in place of an id its mass."""
-        return [key_of(peak, _code(mass)) for peak, mass in zip(self.peaks, self.blocks.sum(1).tolist(), strict=True)]
+        return keys_of(self.peaks, [_code(mass) for mass in self.blocks.sum(1).tolist()])
 
     def column(self, row: int, place: Place, peak: float, columns: int) -> int | None:
         """The column at which the masses, added up, pass what lies in the interval; None if that is not one column.
@@ -192,11 +195,10 @@ def _exactly(scores: Scores, row: int, peak: float, draw: int, owner: int | None
     return channel.tell([column], owner)[0]
 
 
-def _sums(words: Sequence[int], columns: int) -> Bounds:
-    """What the ranks' columns of a row weigh, by their words."""
-    peak = value_of(max(words))
-    scales = [exp(value_of(word) - peak) for word in words]
-    known = [_decoded(id_of(word)) for word in words]
+def _sums(peaks: Sequence[float], codes: Sequence[int], columns: int) -> Bounds:
+    """What the ranks' columns of a row weigh, by what they have told."""
+    peak, known = max(peaks), [_decoded(code) for code in codes]
+    scales = [exp(one - peak) for one in peaks]
     low, high = ([scale * one for scale, one in zip(scales, side, strict=True)] for side in zip(*known, strict=True))
     return Bounds(bounds(low, columns).low, bounds(high, columns).high)
 

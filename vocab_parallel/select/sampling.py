@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
-from vocab_parallel.headers import checksum
+from vocab_parallel.headers import checksum_of
 from vocab_parallel.select.filters import MIN_TEMPERATURE, keep_min_p, keep_top_k, keep_top_p, temper
+from vocab_parallel.select.held import is_few, tokens_of
+from vocab_parallel.select.keys import best_of_keys, ids_of, keys_of, no_keys, values_of
 from vocab_parallel.select.masses import Masses, measure
-from vocab_parallel.select.order import FEW_ROWS, NONE, best_of_words, column_keys, ids_at, merge, words_of
+from vocab_parallel.select.order import FEW_ROWS, column_keys, ids_at, merge
 from vocab_parallel.select.parameters import row_values
 from vocab_parallel.select.position import column_at, tokens
 from vocab_parallel.select.scores import Scores, describe, may_use_words, open_scores, rows_of
@@ -83,26 +85,29 @@ def sample(
     """
     rows = rows_of(logits, shard)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    values, fault, same = {}, None, torch.tensor(0)
+    values, fault, same = {}, None, 0
     try:
         check_streams(streams, rows)
         values = _checked(given, rows)
-        bits = (one.view(torch.int64) for one in values.values())
-        same = checksum(torch.stack([*(one.cpu() for one in streams.words), *bits]))
+        same = checksum_of(
+            [word for one in (*streams.words, *values.values()) for word in one.view(torch.int64).tolist()]
+        )
     except ValueError as error:
         fault = error
     words = f"sample(logits {describe(logits)}{_in_words(values, shard.vocab_size)})"
     scores = open_scores(logits, shard, words, kind="sample", checksum=same, may_hide_nan=False)
-    with scores.channel.guard():
-        if fault is not None:
+    if fault is not None:
+        with scores.channel.guard():
             raise fault
     filters = {"temperature": temper, "top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}
     for name, one in values.items():
         scores = filters[name](scores, one)
+    drawn = None
     if _quick(scores):
-        token_ids = torch.tensor(tokens(scores, streams.bits().tolist()))
-    else:
-        token_ids = draw(scores, streams).token_ids
+        drawn = tokens(scores, streams.bits().tolist())
+    elif is_few(scores):
+        drawn = tokens_of(scores, streams.bits().tolist())
+    token_ids = draw(scores, streams).token_ids if drawn is None else torch.tensor(drawn, dtype=torch.int64)
     return Sample(token_ids.view(logits.shape[:-1]), streams.advanced())
 
 
@@ -149,17 +154,17 @@ def _drawn_by_words(scores: Scores, masses: Masses, at: Tensor, streams: Streams
         if owner == scores.channel.rank:
             mine.append(row)
             rest.append(position)
-    words = [NONE] * scores.rows
+    words = no_keys(scores.rows)
     if mine:
         rows = torch.tensor(mine)
         part = scores.at(rows)
         fewer = masses._replace(largest=masses.largest[rows], blocks=masses.blocks[rows])
         column = column_at(part, fewer, torch.tensor(rest))[:, None]
-        for row, word in zip(
-            mine, words_of(part.values.gather(1, column), ids_at(part.token_ids, column)), strict=True
-        ):
+        values, token_ids = part.values.gather(1, column), ids_at(part.token_ids, column)
+        for row, word in zip(mine, keys_of(values[:, 0].tolist(), token_ids[:, 0].tolist()), strict=True):
             words[row] = word
-    values, token_ids = best_of_words(scores.channel.gather_words(words))
+    keys = [key for (key,) in best_of_keys(scores.channel.gather_words(words), scores.rows, 1)]
+    values, token_ids = torch.tensor(values_of(keys)), torch.tensor(ids_of(keys))
     if active is not None:
         token_ids = torch.where(active, token_ids, -1)
     return Drawn(token_ids, values, masses, streams)

@@ -18,8 +18,9 @@ from vocab_parallel.agreement import first_row
 from vocab_parallel.arguments import check_logits
 from vocab_parallel.errors import NonFiniteError
 from vocab_parallel.select.channel import Channel
+from vocab_parallel.select.keys import best_keys, best_of_keys, ids_of, values_of
 from vocab_parallel.select.nan import describe_nan, nan_found
-from vocab_parallel.select.order import best_columns, best_of_words, best_words, few, merge
+from vocab_parallel.select.order import best_columns, few, merge
 from vocab_parallel.shard import VocabShard
 
 FEW_KEYS = 128  # that are quicker as Python's integers
@@ -188,8 +189,6 @@ def peak_of(scores: Scores) -> Peak:
     """
     if scores.peak is not None:
         return scores.peak
-    if may_use_words(scores):
-        return Peak(*best_of_words(scores.channel.gather_words(best_words(scores.values, scores.token_ids))))
     values, ids = best(scores, 1)
     return Peak(values[:, 0], ids[:, 0])
 
@@ -216,6 +215,8 @@ def top_candidates(scores: Scores, k: int) -> Scores:
     Collectives:
         One all-gather of `8 k` bytes a row (`16 k` for float64); none if every rank holds the columns already.
     """
+    if may_use_words(scores) and scores.rows * k <= FEW_KEYS:
+        return _held(scores, best_words(scores, k))
     values, ids = best(scores, k)
     peak = Peak(values[:, 0], ids[:, 0])
     unused = ids.gt(scores.vocab_size) | ids.lt(0)
@@ -223,6 +224,19 @@ def top_candidates(scores: Scores, k: int) -> Scores:
     ids, at = ids.sort(dim=1)
     values = torch.where(unused, -torch.inf, values).gather(1, at)
     return Scores(values, ids, scores.channel.alone(), scores.vocab_size, peak.values, peak)
+
+
+def _held(scores: Scores, rows: list[list[int]]) -> Scores:
+    """Candidates of these keys, which every rank holds."""
+    values, token_ids, size = [], [], scores.vocab_size
+    for keys in rows:
+        of_row = sorted(zip(ids_of(keys), values_of(keys), strict=True))
+        token_ids.append([min(token_id, size) for token_id, _ in of_row])
+        values.append([value if token_id < size else -math.inf for token_id, value in of_row])
+    best = [keys[0] for keys in rows]
+    peak = Peak(torch.tensor(values_of(best)), torch.tensor(ids_of(best)))
+    held = torch.tensor(values), torch.tensor(token_ids)
+    return Scores(*held, scores.channel.alone(), size, peak.values, peak)
 
 
 def value_at(scores: Scores, token_ids: Tensor) -> Tensor:
@@ -295,9 +309,14 @@ def largest_of(scores: Scores, peaks: Tensor) -> Tensor:
 
 def best(scores: Scores, k: int) -> tuple[Tensor, Tensor]:
     """Values and ids `[T, k]` of the best of each row, best first. One all-gather of 8 k bytes a row."""
+    if may_use_words(scores) and scores.rows * k <= FEW_KEYS:
+        keys = [key for row in best_words(scores, k) for key in row]
+        return torch.tensor(values_of(keys)).view(-1, k), torch.tensor(ids_of(keys)).view(-1, k)
     may_read = not scores.channel.group.defers(scores.values.device)
-    keys = best_columns(scores.values, scores.token_ids, k, may_read=may_read)
-    if may_use_words(scores) and keys.numel() <= FEW_KEYS:
-        every = torch.tensor(scores.channel.gather_words(keys.flatten().tolist()))
-        return merge(every.view(-1, *keys.shape), k)
-    return merge(scores.channel.gather(keys), k)
+    return merge(scores.channel.gather(best_columns(scores.values, scores.token_ids, k, may_read=may_read)), k)
+
+
+def best_words(scores: Scores, k: int) -> list[list[int]]:
+    """The keys of the best k of each row, best first, where few (see `may_use_words`). One all-gather like `best`'s."""
+    gathered = scores.channel.gather_words(best_keys(scores.values, scores.token_ids, k))
+    return best_of_keys(gathered, scores.rows, k)

@@ -45,14 +45,14 @@ def top_k(
             this rank's columns; k outside `[1, vocab_size]`.
     """
     scores = open_scores(logits, shard, f"top_k(logits {describe(logits)}, k={k})", may_hide_nan=False)
-    with scores.channel.guard():
-        _check_k(k, shard.vocab_size)
+    if not _is_k(k, shard.vocab_size):
+        with scores.channel.guard():
+            raise ValueError(f"k must be an integer in [1, {shard.vocab_size}] (the vocabulary), got {k!r}")
     values, token_ids = best(scores, k)
     require_support(replace(scores, peak=Peak(values[:, 0], token_ids[:, 0])), values[:, 0])
     shape = (*logits.shape[:-1], k)
     return TopK(values.to(logits.dtype).view(shape), token_ids.view(shape))
 
 
-def _check_k(k: object, vocab_size: int) -> None:
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= vocab_size:
-        raise ValueError(f"k must be an integer in [1, {vocab_size}] (the vocabulary), got {k!r}")
+def _is_k(k: object, vocab_size: int) -> bool:
+    return isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= vocab_size
