@@ -16,7 +16,7 @@ from vocab_parallel.select.order import best_columns, merge
 
 FIRST_ID = 1000
 # of more than a block, some with columns that fill none
-SIZES = [5, 100, 3000, 2 * order._MANY_COLUMNS, 2 * order._MANY_FOR_ONE - 27]
+SIZES = [5, 100, 3000, order._MANY_COLUMNS, 2 * order._MANY_COLUMNS - 27]
 ROWS = 5
 
 

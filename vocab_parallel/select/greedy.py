@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
-from vocab_parallel.select.keys import ids_of, values_of
+from vocab_parallel.select.keys import floats, ids_of, integers, values_of
 from vocab_parallel.select.scores import (
     Peak,
     best_words,
@@ -48,8 +47,8 @@ def greedy(
     if may_use_words(scores):
         keys = [key for (key,) in best_words(scores, 1)]
         if all(value > -math.inf for value in values_of(keys)):
-            return torch.tensor(ids_of(keys)).view(logits.shape[:-1])
-        scores = replace(scores, peak=Peak(torch.tensor(values_of(keys)), torch.tensor(ids_of(keys))))
+            return integers(ids_of(keys)).view(logits.shape[:-1])
+        scores = replace(scores, peak=Peak(floats(values_of(keys)), integers(ids_of(keys))))
     scores = with_peak(scores)
     peak = peak_of(scores)
     require_support(scores, peak.values)

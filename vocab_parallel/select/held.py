@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from vocab_parallel.select.approximate import ERROR, rounding
+from vocab_parallel.select.keys import floats
 from vocab_parallel.select.masses import CLOSE
 from vocab_parallel.select.order import FEW_ROWS
 from vocab_parallel.select.scores import FEW_KEYS, Scores
@@ -23,9 +24,9 @@ _ERROR = 4.0 * ERROR  # of a sum beside another one, each off by at most `ERROR`
 def is_few(scores: Scores) -> bool:
     """Whether these are such candidates, of rows with a finite largest value."""
     values = scores.values
-    if not scores.replicated or scores.largest is None or len(values) > FEW_ROWS or values.numel() > 4 * FEW_KEYS:
+    if not scores.replicated or scores.largest is None or len(values) > FEW_ROWS or values.numel() > 2 * FEW_KEYS:
         return False
-    if values.device.type != "cpu" or scores.channel.group.defers(values.device):
+    if values.device.type != "cpu" or values.dtype == torch.float64 or scores.channel.group.defers(values.device):
         return False
     return all(-math.inf < one < math.inf for one in scores.largest.tolist())
 
@@ -46,7 +47,8 @@ def nucleus_of(scores: Scores, p: list[float]) -> Scores | None:
                 return None
             for at in order[last + 1 :]:
                 values[at] = -math.inf
-    return replace(scores, values=torch.tensor(rows, dtype=scores.values.dtype), masses=None, sums=None)
+    values = floats([value for row in rows for value in row]).view(scores.values.shape)
+    return replace(scores, values=values, masses=None, sums=None)
 
 
 def tokens_of(scores: Scores, draws: list[int]) -> list[int] | None:

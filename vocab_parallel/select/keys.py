@@ -6,27 +6,29 @@ The keys of `order`, for float32 values.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from vocab_parallel.select.order import LOW, NONE, best_columns, first_best, library_best
+from vocab_parallel.select.order import LOW, best_columns, first_best, library_best
 
 _SIGN = 0x7FFFFFFF
 
 
 def keys_of(values: list[float], token_ids: list[int]) -> list[int]:
     """`order.pack`."""
-    bits = struct.unpack(f"<{len(values)}i", struct.pack(f"<{len(values)}f", *values))
-    return [
-        ((_SIGN if value != value else one ^ ((one >> 31) & _SIGN) if one != -_SIGN - 1 else 0) << 32)
-        | (LOW - token_id)
-        for one, value, token_id in zip(bits, values, token_ids, strict=True)
-    ]
+    count = len(values)
+    bits = struct.unpack(f"<{count}i", struct.pack(f"<{count}f", *[value + 0.0 for value in values]))  # -0.0 is 0.0
+    ordered = [one if one >= 0 else one ^ _SIGN for one in bits]
+    if any(value != value for value in values):
+        ordered = [_SIGN if value != value else one for one, value in zip(ordered, values, strict=True)]
+    return [one << 32 | LOW - token_id for one, token_id in zip(ordered, token_ids, strict=True)]
 
 
 def values_of(keys: list[int]) -> tuple[float, ...]:
     """The values of `order.unpack`."""
-    bits = [(key >> 32) ^ ((key >> 63) & _SIGN) for key in keys]
+    bits = [key >> 32 if key >= 0 else (key >> 32) ^ _SIGN for key in keys]
     return struct.unpack(f"<{len(keys)}f", struct.pack(f"<{len(keys)}i", *bits))
 
 
@@ -37,18 +39,17 @@ def ids_of(keys: list[int]) -> list[int]:
 
 def best_keys(values: Tensor, token_ids: Tensor, k: int) -> list[int]:
     """`order.best_columns` of float32 `values` `[T, n]`, row after row."""
-    if values.shape[1] < k or token_ids.dim() == 2:
-        return best_columns(values, token_ids, k, may_read=True).flatten().tolist()
-    if k == 1:
-        best, at = first_best(values)
-        top, places = best.tolist(), at.tolist()
-    else:
-        best, index, sure = library_best(values, k)
-        if not all(sure):
-            return best_columns(values, token_ids, k, may_read=True).flatten().tolist()
-        top, places = best.flatten().tolist(), index.flatten().tolist()
-    first = int(token_ids[0])
-    return keys_of(top, [first + place for place in places])
+    if values.shape[1] >= k and token_ids.dim() == 1:
+        first = int(token_ids[0])
+        if k == 1:
+            best, at = first_best(values)
+            return keys_of(best.tolist(), [first + column for column in at.tolist()])
+        top, index, rest = library_best(values, k)
+        rows = top.tolist()
+        if all(row[-1] > one for row, left in zip(rows, rest.tolist(), strict=True) for one in left):
+            columns = [first + column for of_row in index.tolist() for column in of_row]
+            return keys_of([value for row in rows for value in row], columns)
+    return best_columns(values, token_ids, k, may_read=True).flatten().tolist()
 
 
 def best_of_keys(gathered: list[list[int]], rows: int, k: int) -> list[list[int]]:
@@ -59,6 +60,15 @@ def best_of_keys(gathered: list[list[int]], rows: int, k: int) -> list[list[int]
     return [sorted(keys, reverse=True)[:k] for keys in together]
 
 
-def no_keys(count: int) -> list[int]:
-    """What is below every column."""
-    return [NONE] * count
+def floats(values: Sequence[float]) -> Tensor:
+    """float32; a few microseconds less than `torch.tensor`."""
+    if not values:
+        return torch.empty(0)
+    return torch.frombuffer(bytearray(struct.pack(f"={len(values)}f", *values)), dtype=torch.float32)
+
+
+def integers(values: Sequence[int]) -> Tensor:
+    """int64, likewise."""
+    if not values:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(bytearray(struct.pack(f"={len(values)}q", *values)), dtype=torch.int64)

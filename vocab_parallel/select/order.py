@@ -16,7 +16,7 @@ NONE: int = torch.iinfo(torch.int64).min  # below every candidate
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK_BITS = 6
 _BLOCK = 1 << _BLOCK_BITS  # columns that are looked at by their maximum first
-_MANY_COLUMNS, _MANY_FOR_ONE = 1 << 13, 1 << 15
+_MANY_COLUMNS = 1 << 15
 FEW_ROWS = 16
 
 
@@ -35,10 +35,10 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int, *, may_read: bool = 
     if found == 0 or not may_read or planes == 2 or (rows > FEW_ROWS and _coarse(values)):
         keys = _exact_top(values, token_ids, found) if found else token_ids.new_zeros(planes, rows, 0)
     else:
-        top, index, sure = library_best(values, found)
+        top, index, rest = library_best(values, found)
         keys = pack(top, ids_at(token_ids, index))[None]
-        if not all(sure):
-            tied = torch.tensor([row for row, one in enumerate(sure) if not one])
+        tied = (~(top[:, -1:] > rest).all(1)).nonzero()[:, 0]
+        if len(tied):
             ids = token_ids if token_ids.dim() == 1 else token_ids[tied]
             keys[:, tied] = _exact_top(values[tied], ids, found)
     if found == k:
@@ -71,29 +71,27 @@ def _coarse(values: Tensor) -> bool:
     return not bool((bits & 0x1FFF).any())
 
 
-def library_best(values: Tensor, k: int) -> tuple[Tensor, Tensor, list[bool]]:
+def library_best(values: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest of each row and their columns `[T, k]`, as the library finds them, ties in any order.
 
-    Last, of each row: no column that is left out equals the last one, so that these are the best k.
+    Last, `[T, m]`, what bounds the columns that are left out: if the k-th is larger, these are the best k.
     """
-    rows, columns = values.shape
-    whole = columns // _BLOCK
-    if columns < _MANY_COLUMNS or whole <= k:
+    columns = values.shape[1]
+    if columns < _MANY_COLUMNS or columns // _BLOCK <= k:
         top, index = values.topk(min(k + 1, columns), dim=1)
-        rest = top[:, k:]
-    else:
-        blocks = values[:, : whole * _BLOCK].reshape(rows, whole, _BLOCK)
-        left, at = blocks.amax(2).topk(k + 1, dim=1)
-        if columns % _BLOCK:
-            index = _columns_of(at[:, :k], whole, columns)
-            top, place = values.gather(1, index).topk(k + 1, dim=1)
-            index = index.gather(1, place)
-        else:  # whole blocks at once are far quicker than columns one by one
-            first = torch.arange(0, rows * whole, whole, device=values.device)[:, None] if rows > 1 else 0
-            top, place = blocks.view(-1, _BLOCK)[at[:, :k] + first].view(rows, -1).topk(k + 1, dim=1)
-            index = at.gather(1, place >> _BLOCK_BITS) << _BLOCK_BITS | place & (_BLOCK - 1)
-        rest = torch.maximum(top[:, k:], left[:, k:])
-    return top[:, :k], index[:, :k], (top[:, k - 1 : k] > rest).all(1).tolist()
+        return top[:, :k], index[:, :k], top[:, k:]
+    rows, whole = len(values), columns // _BLOCK
+    blocks = values[:, : whole * _BLOCK].reshape(rows, whole, _BLOCK)
+    left, at = blocks.amax(2).topk(k + 1, dim=1)
+    if columns % _BLOCK:
+        index = _columns_of(at[:, :k], whole, columns)
+        top, place = values.gather(1, index).topk(k + 1, dim=1)
+        index = index.gather(1, place)
+    else:  # whole blocks at once are far quicker than columns one by one
+        first = torch.arange(0, rows * whole, whole, device=values.device)[:, None] if rows > 1 else 0
+        top, place = blocks.view(-1, _BLOCK)[at[:, :k] + first].view(rows, -1).topk(k + 1, dim=1)
+        index = at.gather(1, place >> _BLOCK_BITS) << _BLOCK_BITS | place & (_BLOCK - 1)
+    return top[:, :k], index[:, :k], torch.maximum(top[:, k:], left[:, k:])
 
 
 def column_keys(values: Tensor, token_ids: Tensor, column: Tensor | None, there: Tensor | None = None) -> Tensor:
@@ -133,7 +131,7 @@ def first_best(values: Tensor) -> torch.return_types.max:
     """The first column of each row's largest value, NaN above all, and that value."""
     columns = values.shape[1]
     whole = columns // _BLOCK
-    if columns < _MANY_FOR_ONE:
+    if columns < _MANY_COLUMNS:
         return values.max(1)
     blocks = values[:, : whole * _BLOCK].reshape(-1, whole, _BLOCK).amax(2)  # a maximum alone is far faster on a CPU
     if columns % _BLOCK:

@@ -49,5 +49,7 @@ def row_values(
             kind = "an integer" if integer else "a number"
             raise ValueError(f"{name}{where} must be {kind} in {interval}, got {value!r}")
     words = [int(value) if integer else float(value) for value in values]
-    filled = torch.tensor(words, dtype=torch.int64 if integer else torch.float64, device=device)
-    return filled if each else filled.expand(rows).clone()
+    dtype = torch.int64 if integer else torch.float64
+    if not each:
+        return torch.full((rows,), words[0], dtype=dtype, device=device)
+    return torch.tensor(words, dtype=dtype, device=device)

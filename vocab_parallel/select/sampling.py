@@ -11,9 +11,9 @@ from vocab_parallel.collectives import uncompiled
 from vocab_parallel.headers import checksum_of
 from vocab_parallel.select.filters import MIN_TEMPERATURE, keep_min_p, keep_top_k, keep_top_p, temper
 from vocab_parallel.select.held import is_few, tokens_of
-from vocab_parallel.select.keys import best_of_keys, ids_of, keys_of, no_keys, values_of
+from vocab_parallel.select.keys import best_of_keys, floats, ids_of, integers, keys_of, values_of
 from vocab_parallel.select.masses import Masses, measure
-from vocab_parallel.select.order import FEW_ROWS, column_keys, ids_at, merge
+from vocab_parallel.select.order import FEW_ROWS, NONE, column_keys, ids_at, merge
 from vocab_parallel.select.parameters import row_values
 from vocab_parallel.select.position import column_at, tokens
 from vocab_parallel.select.scores import Scores, describe, may_use_words, open_scores, rows_of
@@ -107,7 +107,7 @@ def sample(
         drawn = tokens(scores, streams.bits().tolist())
     elif is_few(scores):
         drawn = tokens_of(scores, streams.bits().tolist())
-    token_ids = draw(scores, streams).token_ids if drawn is None else torch.tensor(drawn, dtype=torch.int64)
+    token_ids = draw(scores, streams).token_ids if drawn is None else integers(drawn)
     return Sample(token_ids.view(logits.shape[:-1]), streams.advanced())
 
 
@@ -154,7 +154,7 @@ def _drawn_by_words(scores: Scores, masses: Masses, at: Tensor, streams: Streams
         if owner == scores.channel.rank:
             mine.append(row)
             rest.append(position)
-    words = no_keys(scores.rows)
+    words = [NONE] * scores.rows
     if mine:
         rows = torch.tensor(mine)
         part = scores.at(rows)
@@ -164,7 +164,7 @@ def _drawn_by_words(scores: Scores, masses: Masses, at: Tensor, streams: Streams
         for row, word in zip(mine, keys_of(values[:, 0].tolist(), token_ids[:, 0].tolist()), strict=True):
             words[row] = word
     keys = [key for (key,) in best_of_keys(scores.channel.gather_words(words), scores.rows, 1)]
-    values, token_ids = torch.tensor(values_of(keys)), torch.tensor(ids_of(keys))
+    values, token_ids = floats(values_of(keys)), integers(ids_of(keys))
     if active is not None:
         token_ids = torch.where(active, token_ids, -1)
     return Drawn(token_ids, values, masses, streams)

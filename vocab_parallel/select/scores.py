@@ -18,12 +18,12 @@ from vocab_parallel.agreement import first_row
 from vocab_parallel.arguments import check_logits
 from vocab_parallel.errors import NonFiniteError
 from vocab_parallel.select.channel import Channel
-from vocab_parallel.select.keys import best_keys, best_of_keys, ids_of, values_of
+from vocab_parallel.select.keys import best_keys, best_of_keys, floats, ids_of, integers, values_of
 from vocab_parallel.select.nan import describe_nan, nan_found
 from vocab_parallel.select.order import best_columns, few, merge
 from vocab_parallel.shard import VocabShard
 
-FEW_KEYS = 128  # that are quicker as Python's integers
+FEW_KEYS = 512  # that are quicker as Python's integers
 
 
 class Peak(NamedTuple):
@@ -228,14 +228,16 @@ def top_candidates(scores: Scores, k: int) -> Scores:
 
 def _held(scores: Scores, rows: list[list[int]]) -> Scores:
     """Candidates of these keys, which every rank holds."""
-    values, token_ids, size = [], [], scores.vocab_size
+    values: list[float] = []
+    token_ids: list[int] = []
+    size = scores.vocab_size
     for keys in rows:
         of_row = sorted(zip(ids_of(keys), values_of(keys), strict=True))
-        token_ids.append([min(token_id, size) for token_id, _ in of_row])
-        values.append([value if token_id < size else -math.inf for token_id, value in of_row])
+        token_ids += [token_id if token_id < size else size for token_id, _ in of_row]
+        values += [value if token_id < size else -math.inf for token_id, value in of_row]
     best = [keys[0] for keys in rows]
-    peak = Peak(torch.tensor(values_of(best)), torch.tensor(ids_of(best)))
-    held = torch.tensor(values), torch.tensor(token_ids)
+    peak, shape = Peak(floats(values_of(best)), integers(ids_of(best))), (len(rows), -1)
+    held = floats(values).view(shape), integers(token_ids).view(shape)
     return Scores(*held, scores.channel.alone(), size, peak.values, peak)
 
 
@@ -311,7 +313,7 @@ def best(scores: Scores, k: int) -> tuple[Tensor, Tensor]:
     """Values and ids `[T, k]` of the best of each row, best first. One all-gather of 8 k bytes a row."""
     if may_use_words(scores) and scores.rows * k <= FEW_KEYS:
         keys = [key for row in best_words(scores, k) for key in row]
-        return torch.tensor(values_of(keys)).view(-1, k), torch.tensor(ids_of(keys)).view(-1, k)
+        return floats(values_of(keys)).view(-1, k), integers(ids_of(keys)).view(-1, k)
     may_read = not scores.channel.group.defers(scores.values.device)
     return merge(scores.channel.gather(best_columns(scores.values, scores.token_ids, k, may_read=may_read)), k)
 

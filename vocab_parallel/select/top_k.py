@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
-from vocab_parallel.select.scores import Peak, best, describe, open_scores, require_support
+from vocab_parallel.select.scores import Peak, best, describe, may_use_words, open_scores, require_support
 from vocab_parallel.shard import VocabShard
 
 
@@ -49,7 +50,8 @@ def top_k(
         with scores.channel.guard():
             raise ValueError(f"k must be an integer in [1, {shard.vocab_size}] (the vocabulary), got {k!r}")
     values, token_ids = best(scores, k)
-    require_support(replace(scores, peak=Peak(values[:, 0], token_ids[:, 0])), values[:, 0])
+    if not may_use_words(scores) or not all(value > -math.inf for value in values[:, 0].tolist()):
+        require_support(replace(scores, peak=Peak(values[:, 0], token_ids[:, 0])), values[:, 0])
     shape = (*logits.shape[:-1], k)
     return TopK(values.to(logits.dtype).view(shape), token_ids.view(shape))
 
