@@ -6,7 +6,7 @@ import functools
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,7 @@ class Pending:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise CollectiveError(
-                    f"{self._name} failed on rank {self._group.rank} of the {self._group.size} ranks of its group: "
-                    f"{short(error)}. {lost_rank(error) or 'Likely another rank made a different call: see its log.'}"
-                ) from error
+                raise _failed(self._name, self._group, error) from error
             self._work = self._keep = None
         return self._result
 
@@ -60,6 +57,13 @@ def _start(
             f"{name} could not start on rank {group.rank} of the {group.size} ranks of its group: {short(error)}. "
             f"{lost_rank(error) or ''}".rstrip()
         ) from error
+
+
+def _failed(name: str, group: RankGroup, error: BaseException) -> CollectiveError:
+    return CollectiveError(
+        f"{name} failed on rank {group.rank} of the {group.size} ranks of its group: "
+        f"{short(error)}. {lost_rank(error) or 'Likely another rank made a different call: see its log.'}"
+    )
 
 
 def lost_rank(error: BaseException) -> str | None:
@@ -110,15 +114,36 @@ def all_gather_at_once(group: RankGroup, x: Tensor) -> Pending:
 
 def all_gather_words(group: RankGroup, words: list[int]) -> list[list[int]]:
     """`all_gather_at_once` of n of Python's integers, on a CPU, to the end: `[tp][n]` in rank order."""
-    n = len(words)
-    sent = torch.frombuffer(bytearray(struct.pack(f"={n}q", *words) * group.size), dtype=torch.int64)
-    every = torch.empty(n * group.size, dtype=torch.int64)
-    _start(
-        "all_gather", group, 8 * n * (group.size - 1), every, sent,
-        lambda: dist.all_to_all_single(every, sent, group=group.group, async_op=True), _AT_ONCE._replace(shape=(n,)),
-    ).wait()  # fmt: skip
-    gathered = every.tolist()
-    return [gathered[at : at + n] for at in range(0, len(gathered), n)]
+    n, size = len(words), group.size
+    if n not in group.buffers:  # a tensor more costs more than all of the host's work here
+        group.buffers[n] = _Buffers.of(n, size)
+    sent, mine, received, every = group.buffers[n]
+    struct.pack_into(f"={n * size}q", sent, 0, *words * size)
+    group.traffic.add("all_gather", 8 * n * (size - 1))
+    group.habit.note(_AT_ONCE._replace(shape=(n,)))
+    try:
+        dist.all_to_all_single(every, mine, group=group.group)
+    except RuntimeError as error:
+        group.buffers.clear()  # the backend may still write to them
+        raise _failed("all_gather", group, error) from error
+    gathered = memoryview(received).cast("q").tolist()
+    return [gathered[at : at + n] for at in range(0, n * size, n)]
+
+
+class _Buffers(NamedTuple):
+    """What `all_gather_words` sends and receives, and both as tensors of the same bytes."""
+
+    sent: bytearray
+    mine: Tensor
+    received: bytearray
+    every: Tensor
+
+    @classmethod
+    def of(cls, n: int, size: int) -> _Buffers:
+        sent, received = bytearray(8 * n * size), bytearray(8 * n * size)
+        return cls(
+            sent, torch.frombuffer(sent, dtype=torch.int64), received, torch.frombuffer(received, dtype=torch.int64)
+        )
 
 
 def broadcast_words(group: RankGroup, words: list[int], root: int) -> list[int]:

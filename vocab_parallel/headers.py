@@ -110,11 +110,10 @@ def checksum(ids: Tensor) -> Tensor:
     return ((flat + (flat >> 32)) * weight).sum()  # the bits of two floats may differ in the upper half alone
 
 
-def checksum_of(words: list[int]) -> int:
-    """The same purpose as `checksum`'s, of int64 that the host has."""
-    return int.from_bytes(
-        hashlib.blake2b(struct.pack(f"={len(words)}q", *words), digest_size=8).digest(), "little", signed=True
-    )
+def checksum_of(*words: list[int] | list[float]) -> int:
+    """64 bits of lists of int64 and floats that the host has."""
+    packed = [struct.pack(f"={len(one)}{'d' if one and isinstance(one[0], float) else 'q'}", *one) for one in words]
+    return int.from_bytes(hashlib.blake2b(b"".join(packed), digest_size=8).digest(), "little", signed=True)
 
 
 class Verdict(NamedTuple):

@@ -80,6 +80,7 @@ class RankGroup:
         self.payload_sizes: dict[str, deque[int]] = {}
         self.headers: dict[tuple[Any, ...], Tensor] = {}
         self.device: torch.device | None = None
+        self.buffers: dict[int, Any] = {}  # of `collectives.all_gather_words`, by its number of words
         self._habit, self._generation = Habit(), 0
         self._wider: dict[dist.ProcessGroup, RankGroup] = {}
         self._of_ranks: dict[tuple[int, ...], RankGroup] = {}

@@ -16,7 +16,7 @@ from vocab_parallel.select.order import best_columns, merge
 
 FIRST_ID = 1000
 # of more than a block, some with columns that fill none
-SIZES = [5, 100, 3000, order._MANY_COLUMNS, 2 * order._MANY_COLUMNS - 27]
+SIZES = [5, 100, 3000, order._MANY_ELEMENTS // 4, 2 * order._MANY_COLUMNS - 27]
 ROWS = 5
 
 
@@ -46,12 +46,12 @@ def masked(columns: int) -> Tensor:
 
 def apart(columns: int) -> Tensor:
     """The best in blocks of their own, the worst of them first; the k-th equals the next, in a block left out."""
-    x, count = normal(columns), columns // order._BLOCK
+    x, count = normal(columns), columns // order._FINE
     heads = 2000.0 + torch.arange(count)
     for k in COUNTS:
         if k < count:
             heads[-k - 1] = heads[-k]
-    x[:, : count * order._BLOCK : order._BLOCK] = heads
+    x[:, : count * order._FINE : order._FINE] = heads
     return x
 
 

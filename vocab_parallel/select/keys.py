@@ -5,6 +5,7 @@ The keys of `order`, for float32 values.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ def keys_of(values: list[float], token_ids: list[int]) -> list[int]:
     count = len(values)
     bits = struct.unpack(f"<{count}i", struct.pack(f"<{count}f", *[value + 0.0 for value in values]))  # -0.0 is 0.0
     ordered = [one if one >= 0 else one ^ _SIGN for one in bits]
-    if any(value != value for value in values):
+    if not math.isfinite(sum(values)):
         ordered = [_SIGN if value != value else one for one, value in zip(ordered, values, strict=True)]
     return [one << 32 | LOW - token_id for one, token_id in zip(ordered, token_ids, strict=True)]
 
@@ -37,18 +38,24 @@ def ids_of(keys: list[int]) -> list[int]:
     return [LOW - (key & LOW) for key in keys]
 
 
-def best_keys(values: Tensor, token_ids: Tensor, k: int) -> list[int]:
-    """`order.best_columns` of float32 `values` `[T, n]`, row after row."""
-    if values.shape[1] >= k and token_ids.dim() == 1:
-        first = int(token_ids[0])
+def best_keys(values: Tensor, token_ids: Tensor, k: int, first_id: int | None = None) -> list[int]:
+    """`order.best_columns` of float32 `values` `[T, n]`, row after row.
+
+    Args:
+        first_id: Of ids that are a range; None if they are not.
+    """
+    if first_id is not None and values.shape[1] >= k:
         if k == 1:
             best, at = first_best(values)
-            return keys_of(best.tolist(), [first + column for column in at.tolist()])
-        top, index, rest = library_best(values, k)
-        rows = top.tolist()
-        if all(row[-1] > one for row, left in zip(rows, rest.tolist(), strict=True) for one in left):
-            columns = [first + column for of_row in index.tolist() for column in of_row]
-            return keys_of([value for row in rows for value in row], columns)
+            return keys_of(best.tolist(), [first_id + column for column in at.tolist()])
+        top, index, bound = library_best(values, k)
+        keys: list[int] = []
+        for row, columns, most in zip(top.tolist(), index.tolist(), bound, strict=True):
+            if not row[k - 1] > most:
+                break
+            keys += keys_of(row[:k], [first_id + column for column in columns[:k]])
+        else:
+            return keys
     return best_columns(values, token_ids, k, may_read=True).flatten().tolist()
 
 

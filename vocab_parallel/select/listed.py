@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -101,8 +102,9 @@ class Listed(NamedTuple):
         token_ids, at = self.token_ids.gather(1, order).masked_fill(out, scores.vocab_size).sort(dim=1)
         values = self.values.gather(1, order).masked_fill(out, -torch.inf).gather(1, at)
         masses = self.masses[:, :width].masked_fill(out, 0).gather(1, at).double()
-        channel = scores.channel.alone()
-        return Scores(values, token_ids, channel, scores.vocab_size, scores.largest, scores.peak, masses)
+        return replace(
+            scores, values=values, token_ids=token_ids, channel=scores.channel.alone(), first_id=None, masses=masses
+        )
 
     def next_start(
         self, scores: Scores, own: list[list[float]], wanted: list[tuple[int, int]], p: list[float], more: int

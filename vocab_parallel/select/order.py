@@ -14,9 +14,10 @@ from torch import Tensor
 LOW = 0xFFFFFFFF
 NONE: int = torch.iinfo(torch.int64).min  # below every candidate
 _BLOCK_ELEMENTS = 1 << 20
-_BLOCK_BITS = 6
-_BLOCK = 1 << _BLOCK_BITS  # columns that are looked at by their maximum first
-_MANY_COLUMNS = 1 << 15
+_BLOCK = 64  # columns that are looked at by their maximum first
+_FINE_BITS = 5
+_FINE = 1 << _FINE_BITS  # the same, of the library's search for several
+_MANY_COLUMNS, _MANY_ELEMENTS = 1 << 15, 1 << 16
 FEW_ROWS = 16
 
 
@@ -35,10 +36,11 @@ def best_columns(values: Tensor, token_ids: Tensor, k: int, *, may_read: bool = 
     if found == 0 or not may_read or planes == 2 or (rows > FEW_ROWS and _coarse(values)):
         keys = _exact_top(values, token_ids, found) if found else token_ids.new_zeros(planes, rows, 0)
     else:
-        top, index, rest = library_best(values, found)
-        keys = pack(top, ids_at(token_ids, index))[None]
-        tied = (~(top[:, -1:] > rest).all(1)).nonzero()[:, 0]
-        if len(tied):
+        top, index, bound = library_best(values, found)
+        keys = pack(top[:, :found], ids_at(token_ids, index[:, :found]))[None]
+        unsure = [not last > most for last, most in zip(top[:, found - 1].tolist(), bound, strict=True)]
+        if any(unsure):
+            tied = torch.tensor(unsure).nonzero()[:, 0].to(values.device)
             ids = token_ids if token_ids.dim() == 1 else token_ids[tied]
             keys[:, tied] = _exact_top(values[tied], ids, found)
     if found == k:
@@ -71,27 +73,28 @@ def _coarse(values: Tensor) -> bool:
     return not bool((bits & 0x1FFF).any())
 
 
-def library_best(values: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of each row and their columns `[T, k]`, as the library finds them, ties in any order.
+def library_best(values: Tensor, k: int) -> tuple[Tensor, Tensor, list[float]]:
+    """The k largest of each row and their columns, `[T, k]` or one more, as the library finds them, ties in any order.
 
-    Last, `[T, m]`, what bounds the columns that are left out: if the k-th is larger, these are the best k.
+    Last, of each row, what no column that is left out exceeds: if the k-th does, these are the best k.
     """
-    columns = values.shape[1]
-    if columns < _MANY_COLUMNS or columns // _BLOCK <= k:
+    rows, columns = values.shape
+    whole = columns // _FINE
+    if rows * columns < _MANY_ELEMENTS or whole <= k:
         top, index = values.topk(min(k + 1, columns), dim=1)
-        return top[:, :k], index[:, :k], top[:, k:]
-    rows, whole = len(values), columns // _BLOCK
-    blocks = values[:, : whole * _BLOCK].reshape(rows, whole, _BLOCK)
+        return top, index, top[:, k].tolist() if columns > k else [-torch.inf] * rows
+    blocks = values[:, : whole * _FINE].reshape(rows, whole, _FINE)
     left, at = blocks.amax(2).topk(k + 1, dim=1)
-    if columns % _BLOCK:
-        index = _columns_of(at[:, :k], whole, columns)
+    if columns % _FINE:
+        index = _columns_of(at[:, :k], whole, columns, _FINE)
         top, place = values.gather(1, index).topk(k + 1, dim=1)
         index = index.gather(1, place)
     else:  # whole blocks at once are far quicker than columns one by one
-        first = torch.arange(0, rows * whole, whole, device=values.device)[:, None] if rows > 1 else 0
-        top, place = blocks.view(-1, _BLOCK)[at[:, :k] + first].view(rows, -1).topk(k + 1, dim=1)
-        index = at.gather(1, place >> _BLOCK_BITS) << _BLOCK_BITS | place & (_BLOCK - 1)
-    return top[:, :k], index[:, :k], torch.maximum(top[:, k:], left[:, k:])
+        first = torch.arange(0, rows * whole, whole, device=values.device)[:, None]
+        chosen = blocks.view(-1, _FINE).index_select(0, (at[:, :k] + first).view(-1))
+        top, place = chosen.view(rows, -1).topk(k + 1, dim=1)
+        index = at.gather(1, place >> _FINE_BITS) << _FINE_BITS | place & (_FINE - 1)
+    return top, index, torch.maximum(top[:, k], left[:, k]).tolist()
 
 
 def column_keys(values: Tensor, token_ids: Tensor, column: Tensor | None, there: Tensor | None = None) -> Tensor:
@@ -120,10 +123,10 @@ def _narrowed(values: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor
     return values.gather(1, index), ids_at(token_ids, index)
 
 
-def _columns_of(blocks: Tensor, whole: int, columns: int) -> Tensor:
+def _columns_of(blocks: Tensor, whole: int, columns: int, width: int = _BLOCK) -> Tensor:
     """The columns `[T, m]` of each row's `blocks` `[T, k]`, and those after the `whole` blocks."""
-    index = (blocks[..., None] * _BLOCK + torch.arange(_BLOCK, device=blocks.device)).flatten(1)
-    rest = torch.arange(whole * _BLOCK, columns, device=blocks.device)
+    index = (blocks[..., None] * width + torch.arange(width, device=blocks.device)).flatten(1)
+    rest = torch.arange(whole * width, columns, device=blocks.device)
     return torch.cat([index, rest.expand(len(blocks), -1)], 1) if len(rest) else index
 
 
@@ -191,7 +194,7 @@ def from_ordered(ordered: Tensor, dtype: torch.dtype) -> Tensor:
 
 def few(values: Tensor) -> bool:
     """Whether rows `[T, n]` are so few that Python's integers beat chains of small tensor operations (see `keys`)."""
-    return values.dtype != torch.float64 and 0 < len(values) <= FEW_ROWS and values.device.type == "cpu"
+    return 0 < values.shape[0] <= FEW_ROWS and values.dtype != torch.float64 and values.device.type == "cpu"
 
 
 def ids_at(token_ids: Tensor, index: Tensor) -> Tensor:

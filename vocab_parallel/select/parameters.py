@@ -22,13 +22,28 @@ def row_values(
     integer: bool = False,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A number for all rows, or a sequence or tensor `[T]` of one for each, as a tensor `[T]`.
+    """`row_list` as a tensor `[T]`, int64 if `integer`, else float64."""
+    words = row_list(given, rows, name, low=low, high=high, low_open=low_open, integer=integer)
+    return torch.tensor(words, dtype=torch.int64 if integer else torch.float64, device=device)
+
+
+def row_list(
+    given: object,
+    rows: int,
+    name: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+    integer: bool = False,
+) -> list[Any]:
+    """A number for all rows, or a sequence or tensor `[T]` of one for each, as T numbers.
 
     Args:
         rows: T.
         name: For messages.
         low, high: Both allowed, `low` unless `low_open`.
-        integer: int64 values, and nothing but such integers taken; else float64.
+        integer: Integers of 64 bits, and nothing but such numbers taken; else floats.
 
     Raises:
         ValueError: Names the row and the value that is no such number, or the lengths that differ.
@@ -49,7 +64,4 @@ def row_values(
             kind = "an integer" if integer else "a number"
             raise ValueError(f"{name}{where} must be {kind} in {interval}, got {value!r}")
     words = [int(value) if integer else float(value) for value in values]
-    dtype = torch.int64 if integer else torch.float64
-    if not each:
-        return torch.full((rows,), words[0], dtype=dtype, device=device)
-    return torch.tensor(words, dtype=dtype, device=device)
+    return words if each else words * rows

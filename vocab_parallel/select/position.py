@@ -165,7 +165,11 @@ def _word(scores: Scores, part: Part, row: int, place: Place, peak: float) -> in
     if place.owner != scores.channel.rank:
         return 0
     column = part.column(row, place, peak, scores.vocab_size)
-    return _UNDECIDED if column is None else int(scores.token_ids[0]) + column
+    return _UNDECIDED if column is None else _first_id(scores) + column
+
+
+def _first_id(scores: Scores) -> int:
+    return int(scores.token_ids[0]) if scores.first_id is None else scores.first_id
 
 
 def _exact(scores: Scores, row: int, peak: float) -> Masses:
@@ -190,7 +194,7 @@ def _exactly(scores: Scores, row: int, peak: float, draw: int, owner: int | None
         owner = place
         if owner == channel.rank:
             column = int(column_at(scores.at(torch.tensor([row])), mine, torch.tensor([at])))
-            column += int(scores.token_ids[0])
+            column += _first_id(scores)
     assert owner is not None
     return channel.tell([column], owner)[0]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,15 +10,26 @@ from torch import Tensor
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.headers import checksum_of
 from vocab_parallel.select.filters import MIN_TEMPERATURE, keep_min_p, keep_top_k, keep_top_p, temper
-from vocab_parallel.select.held import is_few, tokens_of
+from vocab_parallel.select.held import is_few, tokens_of, tokens_of_best
 from vocab_parallel.select.keys import best_of_keys, floats, ids_of, integers, keys_of, values_of
 from vocab_parallel.select.masses import Masses, measure
 from vocab_parallel.select.order import FEW_ROWS, NONE, column_keys, ids_at, merge
-from vocab_parallel.select.parameters import row_values
+from vocab_parallel.select.parameters import row_list
 from vocab_parallel.select.position import column_at, tokens
-from vocab_parallel.select.scores import Scores, describe, may_use_words, open_scores, rows_of
+from vocab_parallel.select.scores import (
+    FEW_KEYS,
+    Scores,
+    best_words,
+    describe,
+    held_by_all,
+    may_use_words,
+    open_scores,
+    rows_of,
+)
 from vocab_parallel.select.streams import Streams, check_streams
 from vocab_parallel.shard import VocabShard
+
+_FILTERS = {"temperature": temper, "top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}
 
 
 class Sample(NamedTuple):
@@ -85,30 +96,42 @@ def sample(
     """
     rows = rows_of(logits, shard)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    values, fault, same = {}, None, 0
+    values: dict[str, list[Any]] = {}
+    fault, same, numbers = None, 0, []
     try:
         check_streams(streams, rows)
         values = _checked(given, rows)
-        same = checksum_of(
-            [word for one in (*streams.words, *values.values()) for word in one.view(torch.int64).tolist()]
-        )
+        words = streams.lists()
+        numbers, same = streams.numbers(words), checksum_of(*words, *values.values())
     except ValueError as error:
         fault = error
-    words = f"sample(logits {describe(logits)}{_in_words(values, shard.vocab_size)})"
-    scores = open_scores(logits, shard, words, kind="sample", checksum=same, may_hide_nan=False)
+    call = f"sample(logits {describe(logits)}{_in_words(values, shard.vocab_size)})"
+    scores = open_scores(logits, shard, call, kind="sample", checksum=same, may_hide_nan=False)
     if fault is not None:
         with scores.channel.guard():
             raise fault
-    filters = {"temperature": temper, "top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}
-    for name, one in values.items():
-        scores = filters[name](scores, one)
-    drawn = None
-    if _quick(scores):
-        drawn = tokens(scores, streams.bits().tolist())
-    elif is_few(scores):
-        drawn = tokens_of(scores, streams.bits().tolist())
-    token_ids = draw(scores, streams).token_ids if drawn is None else integers(drawn)
+    token_ids = _token_ids(scores, values, streams, numbers)
     return Sample(token_ids.view(logits.shape[:-1]), streams.advanced())
+
+
+def _token_ids(scores: Scores, values: dict[str, list[Any]], streams: Streams, numbers: list[int]) -> Tensor:
+    """int64 `[T]`, at the streams' next numbers; in Python's numbers where the host may and they are few."""
+    keys, drawn = None, None
+    for name, one in values.items():
+        if name == "top_k" and _cuts_to_few(scores, one):
+            keys = best_words(scores, max(one))
+            if "min_p" not in values:
+                parts = values.get("top_p", [1.0] * scores.rows)
+                drawn = tokens_of_best(keys, one, parts, numbers, scores.vocab_size)
+            if drawn is not None:
+                return integers(drawn)
+            scores = held_by_all(scores, keys)
+        scores = _FILTERS[name](scores, torch.tensor(one, dtype=torch.int64 if name == "top_k" else torch.float64))
+    if _quick(scores):
+        drawn = tokens(scores, numbers)
+    elif is_few(scores):
+        drawn = tokens_of(scores, numbers)
+    return draw(scores, streams).token_ids if drawn is None else integers(drawn)
 
 
 def draw(scores: Scores, streams: Streams, *, active: Tensor | None = None) -> Drawn:
@@ -170,6 +193,12 @@ def _drawn_by_words(scores: Scores, masses: Masses, at: Tensor, streams: Streams
     return Drawn(token_ids, values, masses, streams)
 
 
+def _cuts_to_few(scores: Scores, k: list[int]) -> bool:
+    """Whether top-k leaves so few columns of each row that the host can draw among their keys."""
+    most = max(k, default=scores.vocab_size)
+    return most < scores.vocab_size and scores.rows * most <= FEW_KEYS and may_use_words(scores)
+
+
 def _quick(scores: Scores) -> bool:
     """Whether `tokens` can draw: it has what `draw` would exchange in fewer steps, unless only the masses are left."""
     values, channel = scores.values, scores.channel
@@ -178,32 +207,32 @@ def _quick(scores: Scores) -> bool:
     return not channel.group.defers(values.device) and (scores.largest is None or scores.sums is not None)
 
 
-def _checked(given: dict[str, object], rows: int) -> dict[str, Tensor]:
-    """The parameters that do something, `[T]` each, in the order in which they apply."""
+def _checked(given: dict[str, object], rows: int) -> dict[str, list[Any]]:
+    """The parameters that do something, T numbers each, in the order in which they apply."""
     largest = torch.finfo(torch.float32).max
     values = {}
     if not (type(given["temperature"]) in (int, float) and given["temperature"] == 1):
-        values["temperature"] = row_values(given["temperature"], rows, "temperature", low=0.0, high=largest)
+        values["temperature"] = row_list(given["temperature"], rows, "temperature", low=0.0, high=largest)
     if given["top_k"] is not None:
-        values["top_k"] = row_values(given["top_k"], rows, "top_k", low=1, integer=True)
+        values["top_k"] = row_list(given["top_k"], rows, "top_k", low=1, integer=True)
     if given["top_p"] is not None:
-        values["top_p"] = row_values(given["top_p"], rows, "top_p", low=0.0, high=1.0, low_open=True)
+        values["top_p"] = row_list(given["top_p"], rows, "top_p", low=0.0, high=1.0, low_open=True)
     if given["min_p"] is not None:
-        values["min_p"] = row_values(given["min_p"], rows, "min_p", low=0.0, high=1.0)
+        values["min_p"] = row_list(given["min_p"], rows, "min_p", low=0.0, high=1.0)
     return values
 
 
-def _in_words(values: dict[str, Tensor], vocab_size: int) -> str:
+def _in_words(values: dict[str, list[Any]], vocab_size: int) -> str:
     """The parameters by name, with what of their values decides on the collectives (see `deferral.Plan`)."""
     words = ""
     for name, one in values.items():
         words += f", {name}"
-        if name == "temperature" and bool((one < MIN_TEMPERATURE).any()):
+        if name == "temperature" and any(value < MIN_TEMPERATURE for value in one):
             words += " with greedy rows"
         elif name == "top_k":
-            cut = [k for k in one.tolist() if k < vocab_size]
+            cut = [k for k in one if k < vocab_size]
             words += f" of {'all' if len(cut) == len(one) else 'some'} rows up to {max(cut, default=0)}"
-        elif name == "top_p" and bool((one >= 1.0).all()):
+        elif name == "top_p" and all(value >= 1.0 for value in one):
             words += " off"
     return words
 

@@ -55,6 +55,7 @@ class Scores:
             ascending in each row; a place not in use has value -inf and id `vocab_size`.
         channel: Of the ranks that hold the other columns; of size 1 where every rank holds all.
         vocab_size: Real ids.
+        first_id: Of a range of ids, if the host knows it.
         masses: float64 `[T, n]`, the columns' masses below `largest`, if formed. See `masses`.
         largest: `[T]` the rows' largest values, if known; else None.
         peak: Their `Peak`, if known.
@@ -65,6 +66,7 @@ class Scores:
     token_ids: Tensor
     channel: Channel
     vocab_size: int
+    first_id: int | None = None
     largest: Tensor | None = None
     peak: Peak | None = None
     masses: Tensor | None = None
@@ -73,16 +75,18 @@ class Scores:
     @classmethod
     def of(cls, logits: Tensor, shard: VocabShard, channel: Channel) -> Scores:
         """This rank's real columns of `logits` `[..., shard_size]` as rows."""
-        values = logits.detach()
-        if values.dim() != 2 or shard.num_valid < shard.shard_size:  # each view takes microseconds
+        values = logits.detach() if logits.requires_grad else logits  # each operation takes microseconds
+        if values.dim() != 2 or shard.num_valid < shard.shard_size:
             values = values.reshape(-1, shard.shard_size)[:, : shard.num_valid]
-        if values.dtype != torch.float64:
+        if values.dtype not in (torch.float32, torch.float64):
             values = values.to(torch.float32)
-        return cls(values.contiguous(), shard.token_ids(logits.device), channel, shard.vocab_size)
+        if not values.is_contiguous():
+            values = values.contiguous()
+        return cls(values, shard.token_ids(logits.device), channel, shard.vocab_size, shard.start)
 
     @property
     def rows(self) -> int:
-        return len(self.values)
+        return self.values.shape[0]
 
     @property
     def replicated(self) -> bool:
@@ -177,8 +181,11 @@ def open_scores(
         checksum = checksum.to(logits.device)
     found = nan_found(logits, shard) if may_hide_nan else None
     channel = Channel(shard, call, kind=kind, checksum=checksum, found=found)
-    with channel.guard():
+    try:
         check_logits(logits, shard)
+    except ValueError as error:
+        with channel.guard():
+            raise error
     return Scores.of(logits, shard, channel)
 
 
@@ -216,17 +223,17 @@ def top_candidates(scores: Scores, k: int) -> Scores:
         One all-gather of `8 k` bytes a row (`16 k` for float64); none if every rank holds the columns already.
     """
     if may_use_words(scores) and scores.rows * k <= FEW_KEYS:
-        return _held(scores, best_words(scores, k))
+        return held_by_all(scores, best_words(scores, k))
     values, ids = best(scores, k)
     peak = Peak(values[:, 0], ids[:, 0])
     unused = ids.gt(scores.vocab_size) | ids.lt(0)
     ids = torch.where(unused, scores.vocab_size, ids)
     ids, at = ids.sort(dim=1)
     values = torch.where(unused, -torch.inf, values).gather(1, at)
-    return Scores(values, ids, scores.channel.alone(), scores.vocab_size, peak.values, peak)
+    return Scores(values, ids, scores.channel.alone(), scores.vocab_size, largest=peak.values, peak=peak)
 
 
-def _held(scores: Scores, rows: list[list[int]]) -> Scores:
+def held_by_all(scores: Scores, rows: list[list[int]]) -> Scores:
     """Candidates of these keys, which every rank holds."""
     values: list[float] = []
     token_ids: list[int] = []
@@ -238,7 +245,7 @@ def _held(scores: Scores, rows: list[list[int]]) -> Scores:
     best = [keys[0] for keys in rows]
     peak, shape = Peak(floats(values_of(best)), integers(ids_of(best))), (len(rows), -1)
     held = floats(values).view(shape), integers(token_ids).view(shape)
-    return Scores(*held, scores.channel.alone(), size, peak.values, peak)
+    return Scores(*held, scores.channel.alone(), size, largest=peak.values, peak=peak)
 
 
 def value_at(scores: Scores, token_ids: Tensor) -> Tensor:
@@ -320,5 +327,5 @@ def best(scores: Scores, k: int) -> tuple[Tensor, Tensor]:
 
 def best_words(scores: Scores, k: int) -> list[list[int]]:
     """The keys of the best k of each row, best first, where few (see `may_use_words`). One all-gather like `best`'s."""
-    gathered = scores.channel.gather_words(best_keys(scores.values, scores.token_ids, k))
+    gathered = scores.channel.gather_words(best_keys(scores.values, scores.token_ids, k, scores.first_id))
     return best_of_keys(gathered, scores.rows, k)

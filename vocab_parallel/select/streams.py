@@ -101,15 +101,24 @@ class Streams:
         return self.seeds, self.requests, self.draws
 
     def __len__(self) -> int:
-        return len(self.seeds)
+        return self.seeds.shape[0]
 
     def bits(self) -> Tensor:
         """int64 `[T]`, uniform in `[0, 2**62)`: the next number of each row. Does not advance."""
         if self.seeds.device.type == "cpu" and len(self) <= FEW_ROWS:  # in Python's integers: fewer microseconds
-            each = zip(self.seeds.tolist(), self.draws.tolist(), self.requests.tolist(), strict=True)
-            return torch.tensor([_bits(*words) for words in each], dtype=torch.int64)
+            return torch.tensor(self.numbers(self.lists()), dtype=torch.int64)
         words = philox(self.seeds, _halves(self.draws) + _halves(self.requests))
         return (words[0] & 0x7FFFFFFF) << 31 | words[1] & 0x7FFFFFFF
+
+    def lists(self) -> tuple[list[int], list[int], list[int]]:
+        """`words` on the host."""
+        return self.seeds.tolist(), self.requests.tolist(), self.draws.tolist()
+
+    def numbers(self, words: tuple[list[int], list[int], list[int]]) -> list[int]:
+        """`bits` on the host, of `lists()`."""
+        if len(words[0]) > FEW_ROWS:
+            return self.bits().tolist()
+        return [_bits(seed, draw, request) for seed, request, draw in zip(*words, strict=True)]
 
     def advanced(self, active: Tensor | None = None) -> Streams:
         """The streams after one draw of the rows that are `active` (bool `[T]`; None: all)."""

@@ -6,10 +6,21 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
-from vocab_parallel.select.scores import Peak, best, describe, may_use_words, open_scores, require_support
+from vocab_parallel.select.keys import floats, ids_of, integers, values_of
+from vocab_parallel.select.scores import (
+    FEW_KEYS,
+    Peak,
+    best,
+    best_words,
+    describe,
+    may_use_words,
+    open_scores,
+    require_support,
+)
 from vocab_parallel.shard import VocabShard
 
 
@@ -49,10 +60,18 @@ def top_k(
     if not _is_k(k, shard.vocab_size):
         with scores.channel.guard():
             raise ValueError(f"k must be an integer in [1, {shard.vocab_size}] (the vocabulary), got {k!r}")
-    values, token_ids = best(scores, k)
-    if not may_use_words(scores) or not all(value > -math.inf for value in values[:, 0].tolist()):
-        require_support(replace(scores, peak=Peak(values[:, 0], token_ids[:, 0])), values[:, 0])
     shape = (*logits.shape[:-1], k)
+    if may_use_words(scores) and scores.rows * k <= FEW_KEYS:
+        rows = best_words(scores, k)
+        keys = [key for row in rows for key in row]
+        found = values_of(keys)
+        values, token_ids = floats(found).view(shape), integers(ids_of(keys)).view(shape)
+        if all(value > -math.inf for value in found[::k]):
+            return TopK(values if logits.dtype == torch.float32 else values.to(logits.dtype), token_ids)
+    else:
+        values, token_ids = best(scores, k)
+    best_of_each = Peak(values.view(-1, k)[:, 0], token_ids.view(-1, k)[:, 0])
+    require_support(replace(scores, peak=best_of_each), best_of_each.values)
     return TopK(values.to(logits.dtype).view(shape), token_ids.view(shape))
 
 

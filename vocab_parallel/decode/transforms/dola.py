@@ -72,7 +72,7 @@ class _Layer(NamedTuple):
 def _chosen_layer(scores: Scores, mature: Masses, layers: Tensor) -> _Layer:
     (rows, n), count = scores.values.shape, layers.shape[1]
     flat = layers[..., :n].reshape(rows * count, n).to(scores.values.dtype)
-    premature = with_largest(Scores(flat, scores.token_ids, scores.channel, scores.vocab_size))
+    premature = with_largest(Scores(flat, scores.token_ids, scores.channel, scores.vocab_size, scores.first_id))
     assert premature.largest is not None
     _require_layers(scores, premature.largest, count)
     masses = measure(premature)
