@@ -15,7 +15,7 @@ from vocab_parallel.errors import LayoutMismatchError
 from vocab_parallel.layout import VocabLayout
 
 # Of an exchange's payload, while nothing is known: 4,096 rows of a loss.
-_FIRST_BYTES = {"loss": 48 * 1024, "select": 512, "sample": 528, "candidates": 528, "header": 0, "mean": 16}
+_FIRST_BYTES = {"loss": 48 * 1024, "select": 512, "sample": 512, "candidates": 512, "header": 0, "mean": 16}
 _WINDOW = 8  # exchanges that a size is remembered for
 
 

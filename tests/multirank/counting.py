@@ -18,9 +18,11 @@ _KINDS = {
     "all_gather": ["all_gather_single", "_allgather_base", "allgather", "allgather_coalesced"],
     "all_reduce": ["allreduce", "allreduce_coalesced"],
     "reduce_scatter": ["reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter"],
+    "broadcast": ["broadcast"],
+    "gather": ["gather"],
     "other": [
-        *("broadcast", "alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier"),
-        *("gather", "scatter", "reduce", "send", "recv", "recv_anysource"),
+        *("alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier"),
+        *("scatter", "reduce", "send", "recv", "recv_anysource"),
     ],
 }
 _TO_EACH = ("alltoall_base", "all_to_all_single")
@@ -56,6 +58,10 @@ def collectives() -> Iterator[tuple[Counter[str], Counter[str]]]:
                 sent[kind] += args[1].nbytes * others // group.size()
             elif kind == "all_reduce":
                 sent[kind] += 2 * args[0][0].nbytes * others // group.size()
+            elif kind == "broadcast":
+                sent[kind] += args[0][0].nbytes * others if group.rank() == args[1].rootRank else 0
+            elif kind == "gather":
+                sent[kind] += args[1][0].nbytes if group.rank() != args[2].rootRank else 0
             return original(group, *args, **kwargs)
 
         return method

@@ -23,7 +23,7 @@ WIDE = [0.3, 1e-3]
 # vocabulary, rows a shard is a multiple of. Without columns: of 9 the last of 4 ranks, of 4 that of 3, of 1 all but one
 LAYOUTS = [(9, 1), (4, 1), (1, 1), (37, 1), (300, 8), (3000, 1)]
 KINDS = ["normal", "flat", "peaked", "ties", "masked"]
-ROWS = 40  # of each: 5 x 6 x 40 x (3 numbers of ranks) x (3 errors) = 10,800 draws
+ROWS = 24  # of each: 5 x 6 x 24 x (3 numbers of ranks) x (3 errors) = 6,480 draws
 
 
 def logits_of(kind, vocab, rows=ROWS):
@@ -88,13 +88,13 @@ def test_tokens_are_those_of_the_oracle_whatever_the_bounds_leave_open(kind, tp)
 
 @SEVERAL
 def test_wide_bounds_leave_ranks_and_columns_open_and_the_true_ones_hardly_any(tp):
-    def ways(error):
-        each = [DRAWN(tp, *case) for case in DRAWN.cases if case[-1] == error]
-        assert all(one == ways for ((_, ways), *others) in each for _, one in others), "the ranks took other ways"
-        return sum((ways for (_, ways), *_ in each), Counter())
-
-    assert all(ways(error)[way] >= 20 for error in WIDE for way in ("no owner", "no column"))
-    assert ways(TRUE).total() <= 1
+    open_, exact = Counter(), Counter()
+    for case in DRAWN.cases:
+        (_, ways), *others = DRAWN(tp, *case)
+        assert all(one == ways for _, one in others), "the ranks took other ways"
+        (exact if case[-1] == TRUE else open_).update(ways)
+    assert open_["no owner"] >= 100 and open_["no column"] >= 100
+    assert exact.total() <= 1
 
 
 FAINT = -29.0  # nats: a mass of a few units
@@ -102,23 +102,25 @@ FAINT = -29.0  # nats: a mass of a few units
 
 def edge_rows():
     """Rows by name, with what makes a boundary or an end hard to tell."""
-    normal = torch.randn(60, generator=torch.Generator().manual_seed(1)) * 2
-    rows = {f"{n} equal": torch.full((n,), -3.25) for n in (8, 12, 600)}
+    normal = torch.randn(48, generator=torch.Generator().manual_seed(1)) * 2
+    rows = {f"{n} equal": torch.full((n,), -3.25) for n in (8, 12, 768)}
     rows |= {name: normal.clone() for name in ("uneven", "masked ends", "faint ends", "one rank", "faint ranks")}
-    rows["masked ends"][:23], rows["masked ends"][-23:] = -torch.inf, -torch.inf
+    rows["masked ends"][:17], rows["masked ends"][-17:] = -torch.inf, -torch.inf
     rows["faint ends"][[0, 1, -2, -1]] = normal.max() + FAINT
-    rows["one rank"][15:] = -torch.inf
-    rows["faint ranks"][:40] = normal.max() + FAINT  # more than all of the first, of 2 to 4
+    rows["one rank"][12:] = -torch.inf
+    rows["faint ranks"][:32] = normal.max() + FAINT  # more than all of the first, of 2 to 4
     return rows
 
 
 def edges_of(row):
-    """The two ends of all numbers, and beside each column's cumulative mass the last one below it and the first."""
+    """The two ends of all numbers; and at cumulative masses of columns the last number below and the first above.
+
+    At 48 of these, among them those between ranks and between blocks of 256 columns.
+    """
     through = masses_of(row, row.max(), mass_bits(len(row))).cumsum(0).tolist()
-    first = {-(-(reached << 62) // through[-1]) for reached in through}
-    ends = [0, 2**62 - 1]
-    inner = sorted(number for one in first if 0 < one < 2**62 for number in (one - 1, one))
-    return ends + inner[: 2 * 40] + inner[-2 * 20 :]
+    step = max(1, len(row) // 48)
+    first = {-(-(reached << 62) // through[-1]) for reached in through[step - 1 :: step]}
+    return [0, 2**62 - 1, *sorted(number for one in first if 0 < one < 2**62 for number in (one - 1, one))]
 
 
 def _edges(rank, name, error):
@@ -174,14 +176,14 @@ def _sent(rank, error):
 
 
 MESSAGES = ("broadcast", "gather")
-SENT = Batch(_sent, [(error,) for error in (WIDE[1], TRUE)])
+SENT = Batch(_sent, [(error,) for error in (0.05, TRUE)])
 
 
 @SEVERAL
 def test_a_row_sends_16_bytes_to_each_rank_and_24_where_it_waits_for_exact_masses(tp):
     expected = reference.draw(logits_of("normal", 37, 60), streams_of(60).bits()).tolist()
     most = Counter()
-    for error in (WIDE[1], TRUE):
+    for error in (0.05, TRUE):
         for seen in SENT(tp, error):
             assert [token for *_, token in seen] == expected
             for way, each, _ in seen:

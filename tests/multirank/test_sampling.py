@@ -312,8 +312,8 @@ def _traffic(rank, dtype):
     shard, rows = shard_of(1000), 64
     mine = shard.slice(torch.randn(rows, 1000, generator=torch.Generator().manual_seed(0), dtype=dtype), -1)
     mine[:, 1] += 12 * (rank == 0)
-    flat, mixed = torch.zeros_like(mine), mine.clone()
-    mixed[5] = 0.0
+    tied, mixed = torch.zeros_like(mine), mine.clone()
+    mixed[5], flat = 0.0, shard.slice(torch.rand(rows, 1000, generator=torch.Generator().manual_seed(1)), -1).to(dtype)
     calls = {
         "greedy": partial(greedy, mine),
         "top-k alone": partial(top_k, mine, 50),
@@ -322,7 +322,8 @@ def _traffic(rank, dtype):
         "top-k": partial(sample, mine, top_k=50, top_p=0.9, min_p=0.01),
         "top-p": partial(sample, mine, top_p=0.9),
         "top-p of flat rows": partial(sample, flat, top_p=0.9),
-        "top-p of one flat row": partial(sample, mixed, top_p=0.9),
+        "top-p of tied rows": partial(sample, tied, top_p=0.9),
+        "top-p of one tied row": partial(sample, mixed, top_p=0.9),
         "min-p": partial(sample, mine, min_p=0.1),
     }
     seen = {}
@@ -346,14 +347,15 @@ TRAFFIC = Batch(_traffic, [(dtype,) for dtype in (torch.float32, torch.bfloat16,
 @pytest.mark.parametrize("dtype", [dtype for (dtype,) in TRAFFIC.cases])
 def test_greedy_sends_8_bytes_a_row_top_k_8_k_and_sampling_24_and_what_its_filters_send(tp, dtype):
     token = 16 if dtype == torch.float64 else 8
-    plain, rounds = 2 * token + 8, token
+    exact, rounds, runs = (3, 2 * token + 8), token, 64 * token + 24
     for seen in TRAFFIC(tp, dtype):
         assert seen["greedy"] == (1, token) and seen["top-k alone"] == (1, 50 * token)
-        assert seen["plain"] == (3, plain)
-        assert seen["temperature"] == (3, plain)
-        assert seen["min-p"] == (3, plain)
+        assert seen["plain"] == (exact if dtype == torch.float64 else (2, 16))
+        assert seen["temperature"] == exact and seen["min-p"] == exact
         assert seen["top-k"] == (1, 50 * token), "every rank holds the candidates: nothing more is exchanged"
-        # the best 64 of each row, the mass, and if those do not hold the nucleus the search, mass and token
-        assert seen["top-p"] == (2, 64 * token + 8)
-        assert seen["top-p of flat rows"] == (4 + rounds, 64 * token + 8 + rounds * 128 + 8 + token)
-        assert seen["top-p of one flat row"] == (4 + rounds, 64 * token + 8 + rounds * 128 / 64 + 8 + token)
+        # runs of 64 columns; if those do not settle the rows mass, search, and mass and token; else at most the token
+        assert seen["top-p"] == (1, runs)
+        if dtype == torch.float32:
+            assert seen["top-p of flat rows"] == (2, runs + 8)
+        assert seen["top-p of tied rows"] == (4 + rounds, runs + 8 + rounds * 128 + 8 + token)
+        assert seen["top-p of one tied row"] == (4 + rounds, runs + (8 + rounds * 128) / 64 + 8 + token)

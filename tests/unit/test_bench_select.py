@@ -42,12 +42,12 @@ def test_the_verdict_is_the_median_of_the_rounds_ratios():
 
 def test_slower_fails_only_where_a_rank_has_a_mebibyte_of_logits_and_over_several_ranks():
     slow = [1.0, 2.0, 2.0], [1.5, 1.0, 1.0]
-    report = report_of([point(262_144, *slow)])  # 2 rows, 2 ranks
-    said = "greedy, V 262,144, B 2, flat: gather takes 0.50 of our time"
+    report = report_of([point(32_768, *slow)])  # 2 rows, 2 ranks
+    said = "greedy, V 32,768, B 2, flat: gather takes 0.50 of our time"
     assert not report["passed"] and f"FAIL  {said}" in select_report.text(report)
-    report = report_of([point(131_072, *slow)])
-    assert report["passed"] and f"slow  {said.replace('262,144', '131,072')}" in select_report.text(report)
-    assert report_of([point(262_144, *slow)], world=1)["passed"]
+    report = report_of([point(16_384, *slow)])
+    assert report["passed"] and f"slow  {said.replace('32,768', '16,384')}" in select_report.text(report)
+    assert report_of([point(32_768, *slow)], world=1)["passed"]
 
 
 def test_other_ids_than_one_process_gives_fail_at_any_size():

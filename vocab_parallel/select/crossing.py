@@ -129,14 +129,15 @@ def _first(scores: Scores, p: Tensor, k: int) -> tuple[Scores, Listed, list[list
     mass, over, peaks = told.unbind(1)  # [size, T] each
     scores = replace(scores, largest=largest_of(scores, peaks))
     assert scores.largest is not None
-    weights, above = [], []
+    weights, above, tops = [], [], []
     for one, run, values, best in zip(
         *(each.t().tolist() for each in (mass, over, peaks)), scores.largest.tolist(), strict=True
     ):
         scales = [exp(value - best) for value in values]
         weights.append([weight * scale for weight, scale in zip(one, scales, strict=True)])
         above.append(bounds([weight * scale for weight, scale in zip(run, scales, strict=True)], scores.vocab_size))
-    return scores, Listed.of(scores, gathered, above), weights
+        tops.append(max((value for value, weight in zip(values, run, strict=True) if weight), default=-math.inf))
+    return scores, Listed.of(scores, gathered, above, tops), weights
 
 
 def _next(scores: Scores, start: list[float], weights: list[list[float]], more: int) -> Listed:
@@ -145,7 +146,7 @@ def _next(scores: Scores, start: list[float], weights: list[list[float]], more: 
     keys, over = next_runs(scores, start, [of_ranks[scores.channel.rank] for of_ranks in weights], more)
     gathered, told = _gather(scores, keys, torch.tensor([over], dtype=torch.float64))
     above = [bounds(of_ranks, scores.vocab_size) for of_ranks in told[:, 0].t().tolist()]
-    return Listed.of(scores, gathered, above)
+    return Listed.of(scores, gathered, above, [math.inf] * len(above))
 
 
 def _gather(scores: Scores, keys: Tensor, told: Tensor) -> tuple[Tensor, Tensor]:

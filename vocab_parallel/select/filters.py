@@ -81,14 +81,13 @@ def keep_top_p(
     A prefix whose mass is below p by less than 2**-20 of min(p, 1 - p) has reached it.
 
     Returns:
-        Candidates that every rank holds, if the best 64 of each row hold its prefix, or if none's do and the more of
-        each that follow.
+        Candidates that every rank holds, if the first runs hold all rows' prefixes, or if none's and the next do.
 
     Collectives:
-        All-gathers of 512 bytes a row (its best 64) and 8. For the rows whose prefix is longer, where a rank has n
-        columns, 4,096 or more, one of n / 2 bytes, at most 8,192 (their best n / 16); and for those whose prefix is
-        longer still, or if n is less, those of `smallest_prefix`. float64 candidates count twice. Where errors are
-        deferred: the peak's, the 8 and the last, for all rows.
+        All-gathers of 536 bytes a row, or 1,048 where a rank has n = 4,096 columns or more: a run of its columns (see
+        `crossing`). For the rows that this does not settle, with so many columns, one of n / 2 + 8 bytes, at most
+        8,200; and for those that are left one of 8 and those of `smallest_prefix`. float64 columns count twice. Where
+        errors are deferred: the peak's, the 8 and the last, for all rows.
 
     Source: Holtzman et al., The curious case of neural text degeneration (2020), equation 2.
     """

@@ -22,9 +22,11 @@ class Found(NamedTuple):
         sure: Of each row. What else is said of it holds if this does.
         before: int64 `[T, 1]`: how many of the listed columns come before the last.
         last, last_id: `[T, 1]`, the last column.
+        over: Whether the columns above runs are among them.
     """
 
     sure: list[bool]
+    over: list[bool]
     before: Tensor
     last: Tensor
     last_id: Tensor
@@ -42,6 +44,7 @@ class Listed(NamedTuple):
         of_each: k.
         order: int64 `[T, size * k]`: the place of the best, the second, ..
         over: Of each row, what the ranks' columns above their runs weigh, in masses of the row's largest.
+        peaks: Of each row, the largest value of a rank whose run has columns above it; infinity if not known.
         masses, through: int64 `[T, size * k]`: what columns weigh, from the best on, and added up.
     """
 
@@ -50,37 +53,47 @@ class Listed(NamedTuple):
     of_each: int
     order: Tensor
     over: list[Bounds]
+    peaks: list[float]
     masses: Tensor
     through: Tensor
 
     @classmethod
-    def of(cls, scores: Scores, gathered: Tensor, over: list[Bounds]) -> Listed:
+    def of(cls, scores: Scores, gathered: Tensor, over: list[Bounds], peaks: list[float]) -> Listed:
         """From the ranks' `best_columns` `[size, planes, T, k]`; the scores know their largest."""
         assert scores.largest is not None
         values, token_ids, order = by_rank(gathered, scores.vocab_size)
         masses = masses_of(values.gather(1, order), scores.largest[:, None], mass_bits(scores.vocab_size))
-        return cls(values, token_ids, gathered.shape[-1], order, over, masses, masses.cumsum(1))
+        return cls(values, token_ids, gathered.shape[-1], order, over, peaks, masses, masses.cumsum(1))
 
     def reaching(self, scores: Scores, wanted: list[tuple[int, int]]) -> Found:
         """Where the best columns reach a mass between two bounds, in each row."""
         width, k, unit = self.values.shape[1], self.of_each, 2.0 ** mass_bits(scores.vocab_size)
-        left = [
-            (low - int(sum(over.high) * unit) - 1, high - int(sum(over.low) * unit))
+        bounds_ = [
+            (low, high, low - int(sum(over.high) * unit) - 1, high - int(sum(over.low) * unit))
             for (low, high), over in zip(wanted, self.over, strict=True)
         ]
-        reached = torch.searchsorted(self.through, torch.tensor(left).view(-1, 2))
+        reached = torch.searchsorted(self.through, torch.tensor(bounds_).view(-1, 4)).clamp_(max=width)
         places = torch.empty_like(self.order).scatter_(1, self.order, torch.arange(width).expand_as(self.order))
         starts, ends, last = places[:, ::k], places[:, k - 1 :: k], self.values[:, k - 1 :: k]
-        each = zip(left, reached.tolist(), starts.tolist(), ends.tolist(), last.tolist(), self.over, strict=True)
-        sure = []
-        for (least, _), (low, high), first, end, value, over in each:
-            # above a run's first column lie others, and below its last: neither may be nearer than the one looked for
+        near = self.values.gather(1, self.order.gather(1, reached[:, :1].clamp(max=width - 1)))[:, 0]
+        each = zip(
+            *(bounds_, self.over, self.peaks, reached.tolist(), near.tolist()),
+            *(starts.tolist(), ends.tolist(), last.tolist()),
+            strict=True,
+        )
+        sure, over_, before = [], [], []
+        for bound, over, peak, (low, high, low_below, high_below), value, first, end, lowest in each:
+            # below a run's last column lie others, which may be nearer than the one looked for; and above its first
+            bottom = min((one for one, of in zip(end, lowest, strict=True) if of > -math.inf), default=width - 1)
             top = max((one for one, weight in zip(first, over.high, strict=True) if weight), default=0)
-            bottom = min((one for one, of in zip(end, value, strict=True) if of > -math.inf), default=width - 1)
-            sure.append(least >= 1 and low == high and top <= low <= bottom)
-        before = reached[:, :1].clamp(max=width - 1)
-        place = self.order.gather(1, before)
-        return Found(sure, before, self.values.gather(1, place), self.token_ids.gather(1, place))
+            above = value <= peak if any(over.high) else False  # else no column above a run is as good
+            low, high = (low_below, high_below) if above else (low, high)
+            sure.append(low == high <= bottom and (not above or (bound[2] >= 1 and top <= low)))
+            over_.append(above)
+            before.append(min(low, width - 1))
+        at = torch.tensor(before).view(-1, 1)
+        place = self.order.gather(1, at)
+        return Found(sure, over_, at, self.values.gather(1, place), self.token_ids.gather(1, place))
 
     def sums(self, found: Found, scores: Scores) -> list[Bounds]:
         """What the ranks' columns down to the last weigh, in masses of a row's largest."""
@@ -88,14 +101,13 @@ class Listed(NamedTuple):
         ranks = self.values.shape[1] // self.of_each
         of_each = torch.empty_like(kept).scatter_(1, self.order, kept).view(len(kept), ranks, self.of_each).sum(2)
         unit = 2.0 ** mass_bits(scores.vocab_size)
-        return [
-            bounds([mass / unit for mass in of_ranks], scores.vocab_size).plus(over)
-            for of_ranks, over in zip(of_each.tolist(), self.over, strict=True)
-        ]
+        weights = [bounds([mass / unit for mass in of_ranks], scores.vocab_size) for of_ranks in of_each.tolist()]
+        each = zip(weights, self.over, found.over, strict=True)
+        return [listed.plus(over) if above else listed for listed, over, above in each]
 
     def candidates(self, scores: Scores, found: Found) -> Scores | None:
         """The columns down to the last, as candidates that every rank holds; None where it does not."""
-        if not all(found.sure) or any(any(over.high) for over in self.over):
+        if not all(found.sure) or any(found.over):
             return None
         width = max(found.before[:, 0].tolist(), default=0) + 1
         order, out = self.order[:, :width], torch.arange(width) > found.before

@@ -53,10 +53,10 @@ def top_p(
         `Nucleus`.
 
     Collectives:
-        All-gathers of 512 bytes a row (its best 64), 8 (mass) and 32 (result). For the rows whose
-        nucleus is larger, where a rank has n columns, 4,096 or more: one of n / 2, at most 8,192 (their best n / 16).
-        For those whose is larger still: 4 of 2,048 where n is 8,192 or more, else 8 of 128. float64 candidates count
-        twice, and its searches take twice as many. None at tp_size 1.
+        All-gathers of 536 bytes a row, or 1,048 where a rank has n = 4,096 columns or more (a run of its columns), 8
+        (mass) and 32 (result). For the rows that this does not settle, with so many columns, one of n / 2 + 8, at most
+        8,200 (the next n / 16). For those that are left 8 and a search: 4 of 2,048 where n is 8,192 or more, else 8 of
+        128. float64 columns count twice, and its searches take twice as many. None at tp_size 1.
 
     Raises:
         ValueError: On every rank: a p out of range, with its row.

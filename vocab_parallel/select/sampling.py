@@ -83,11 +83,13 @@ def sample(
         `Sample`: the tokens, and the streams to go on with.
 
     Collectives:
-        All-gathers of 8 bytes a row: best, mass, token (best and token 16 for float64). None at tp_size 1.
-        Top-k: one of 8 k (16 k) in place of the best's. If it cuts every row, to 1,024 at most, every rank holds all
+        Of bytes a row, none at tp_size 1. An all-gather of 8 (best and mass), and the token: an all-gather of 8, or a
+        broadcast if all rows fall to one rank. A draw that this does not decide: 8 more, 24 in all. Three all-gathers
+        of 8 (best, mass, token) for float64 (16, 8, 16), with min-p or greedy rows, and where errors are deferred.
+        Top-k: one of 8 k (16 k) in place of the first. If it cuts every row, to 1,024 at most, every rank holds all
         candidates and no more follow.
-        Top-p: one of 512 (1,024) in place of the best's, and the mass. If that holds every row's nucleus, no more
-        follow; else the search, see `top_p`, then mass and token.
+        Top-p: those of `top_p` up to the nucleus in place of the first. If every rank holds it, no more follow; if it
+        was searched for, mass and token; else the token.
 
     Raises:
         ValueError: On every rank: a parameter out of range, with row and value; streams of another number of rows.

@@ -28,16 +28,13 @@ from vocab_parallel.errors import ConfigError
 from vocab_parallel.layout import VocabLayout
 from vocab_parallel.shard import VocabShard
 
-# From so many bytes on, that a rank gives to a gather of its logits, ours has to be faster. Below, a call is a few
-# latencies long, and a gather is one.
-FROM_BYTES = 1 << 20
-
 
 def run(config: SelectConfig) -> bool:
     """Measures, prints, and writes the results folder.
 
     Returns:
-        Whether ours was the faster in every case from `FROM_BYTES` on; the same on all ranks. True on one rank.
+        Whether ours was the faster in every case from `select_report.FROM_BYTES` on; the same on all ranks, and True on
+        one.
     """
     with join(ParallelConfig(threads=config.threads, device=config.device, timeout_s=config.timeout_s)) as job:
         for vocab in config.vocab:
@@ -150,7 +147,7 @@ def _report(config: SelectConfig, job: Job, points: list[dict[str, Any]]) -> dic
     slower_small: list[str] = []
     other: list[str] = []
     for point in points:
-        counts = point["rows"] * point["vocab"] * 4 // job.world >= FROM_BYTES
+        counts = point["rows"] * point["vocab"] * 4 // job.world >= select_report.FROM_BYTES
         for operation, results in point["operations"].items():
             where = f"{operation}, V {point['vocab']:,}, B {point['rows']}, {point['kind']}"
             compared = results["compared"]
