@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 from tests.multirank.sharded import shard_of
 from tests.multirank.shared_world import Batch
-from vocab_parallel import Streams, reference, sample, top_p
+from vocab_parallel import Streams, VocabLayout, VocabShard, reference, sample, top_p
 from vocab_parallel.select import approximate, crossing, position
+from vocab_parallel.select.order import LOW, NONE, unpack
+from vocab_parallel.select.runs import first_runs
+from vocab_parallel.select.scores import open_scores
 
 SEVERAL = pytest.mark.parametrize("tp", [2, 3, 4])
 PARTS = [1e-9, 0.3, 0.9, 0.999999, 1.0]
@@ -53,7 +57,14 @@ def rows_of(vocab, tp, dtype):
         "only the last rank": (normal * 3).masked_fill(~last, -torch.inf),
         "most masked": (normal * 2).masked_fill(torch.rand(vocab, generator=drawn) < 0.7, -torch.inf),
         "one column": normal.masked_fill(torch.arange(vocab) != vocab - 7, -torch.inf),
+        "a value of all ranks": torch.where(last, -30.0, flat / 10 - 3).masked_fill(place < 10, 0.0),
     }
+    # the last rank has 20 columns of more, and 60 at 0: after the 10 of each other rank the 15th is the nucleus' last
+    count = 10 * (tp - 1)
+    rest = float((rows["a value of all ranks"].exp() * ~last).sum())
+    best = (0.9 * (rest + 60) - count - 15) / 2  # of p = 0.9
+    rows["a value of all ranks"][last & (place < 80)] = 0.0
+    rows["a value of all ranks"][last & (place < 20)] = math.log(best)
     return {name: row.to(dtype) for name, row in rows.items()}
 
 
@@ -146,3 +157,14 @@ def test_each_step_is_the_last_one_of_some_row(vocab, tp):
         (step,) = {steps[1:] for steps in each} if len(each) > 1 else each
         last.setdefault(step[-1] if step else "first, at both", []).append(rows[row // len(PARTS)])
     assert last.keys() == LAST[vocab], last
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_p_that_is_hardly_below_1_has_a_first_run(seed):
+    values = torch.randn(1, 4000 + 311 * seed, generator=torch.Generator().manual_seed(seed)) * 0.1
+    alone = VocabShard(VocabLayout(values.shape[1], 1, multiple_of=1))
+    scores = open_scores(values, alone, "first")
+    for part in (1.0 - 2.0**-53, 1.0 - 1e-15, 1.0 - 1e-12):
+        runs = first_runs(scores, torch.tensor([part], dtype=torch.float64), 64)
+        lowest = unpack(runs.keys[0])[0].masked_fill(runs.keys[0] == NONE | LOW, torch.inf).amin()
+        assert lowest == values.amin(), f"{part=}"

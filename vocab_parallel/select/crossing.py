@@ -20,7 +20,8 @@ from vocab_parallel.select.listed import Listed
 from vocab_parallel.select.masses import CLOSE, Masses, exp, mass_bits, measure, with_masses
 from vocab_parallel.select.prefix import smallest_prefix
 from vocab_parallel.select.runs import first_runs, next_runs
-from vocab_parallel.select.scores import FEW_KEYS, Bounds, Scores, largest_of, may_use_words, with_largest
+from vocab_parallel.select.scores import FEW_KEYS, Bounds, Scores, may_use_words, with_largest
+from vocab_parallel.select.support import largest_of
 
 # Columns of a rank's first run; and of the next one the part of all its columns, which with the search after it is less
 # than a gather of bfloat16. Fewer than the least are not worth an exchange.

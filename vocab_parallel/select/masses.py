@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel.select.scores import Scores, may_use_words, require_support, with_largest
+from vocab_parallel.select.scores import Scores, may_use_words, with_largest
+from vocab_parallel.select.support import require_support
 
 CLOSE = 2.0**-20
 """A probability this near to a threshold, as a part of it, has reached it: rounding never decides."""

@@ -21,7 +21,8 @@ from torch import Tensor
 from vocab_parallel.select.approximate import ERROR, block_sums, bounds, rounding
 from vocab_parallel.select.keys import ids_of, keys_of, values_of
 from vocab_parallel.select.masses import BLOCK, Masses, blocks_of, exp, mass_bits, masses_of
-from vocab_parallel.select.scores import Bounds, Scores, largest_of
+from vocab_parallel.select.scores import Bounds, Scores
+from vocab_parallel.select.support import largest_of
 
 _CODE_BITS = 27  # of a sum in 32 bits, below the 5 of its exponent
 _UNDECIDED = -1

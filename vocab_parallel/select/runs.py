@@ -84,6 +84,8 @@ def _around(values: Tensor, peak: float, wanted: float, part: float, k: int) -> 
     """
     # below the reach, all columns together have less than what is not wanted
     reach = math.log(len(values) * part / (wanted * (1.0 - part))) + 0.01
+    spread = peak - float(values.amin())
+    reach = spread if 0.0 < spread < reach else reach
     gap = values.to(torch.float64, copy=True).sub_(peak).neg_()
     bins = (gap * (_BINS / reach)).clamp_(max=_BINS).to(torch.int64)
     through = torch.bincount(bins, gap.neg_().exp_(), _BINS + 1).cumsum(0)

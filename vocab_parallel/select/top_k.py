@@ -11,16 +11,8 @@ from torch import Tensor
 
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.select.keys import floats, ids_of, integers, values_of
-from vocab_parallel.select.scores import (
-    FEW_KEYS,
-    Peak,
-    best,
-    best_words,
-    describe,
-    may_use_words,
-    open_scores,
-    require_support,
-)
+from vocab_parallel.select.scores import FEW_KEYS, Peak, best, best_words, describe, may_use_words, open_scores
+from vocab_parallel.select.support import require_support
 from vocab_parallel.shard import VocabShard
 
 

@@ -24,7 +24,8 @@ from vocab_parallel.agreement import checksum
 from vocab_parallel.collectives import uncompiled
 from vocab_parallel.decode.transforms.transform import RowValue, row_values
 from vocab_parallel.select.masses import measure
-from vocab_parallel.select.scores import Peak, Scores, open_scores, require_support, top_candidates
+from vocab_parallel.select.scores import Peak, Scores, open_scores, top_candidates
+from vocab_parallel.select.support import require_support
 from vocab_parallel.shard import VocabShard
 
 

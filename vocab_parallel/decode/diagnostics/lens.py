@@ -22,7 +22,8 @@ from vocab_parallel.loss import chunk_rows
 from vocab_parallel.select.channel import Channel
 from vocab_parallel.select.masses import measure
 from vocab_parallel.select.nan import nan_found
-from vocab_parallel.select.scores import Peak, Scores, describe, require_support, top_candidates, value_at
+from vocab_parallel.select.scores import Peak, Scores, describe, top_candidates, value_at
+from vocab_parallel.select.support import require_support
 
 
 class LayerReadings(NamedTuple):

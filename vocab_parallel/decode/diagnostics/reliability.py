@@ -14,7 +14,8 @@ from vocab_parallel.errors import LayoutMismatchError, NonFiniteError
 from vocab_parallel.select.channel import Channel
 from vocab_parallel.select.logarithm import exact_log
 from vocab_parallel.select.masses import Masses, measure
-from vocab_parallel.select.scores import Scores, peak_of, require_support, value_at
+from vocab_parallel.select.scores import Scores, peak_of, value_at
+from vocab_parallel.select.support import require_support
 from vocab_parallel.shard import VocabShard
 
 UNIT = 2.0**32  # sums over rows are integers of 1 / UNIT
