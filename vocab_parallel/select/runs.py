@@ -90,7 +90,7 @@ def _around(values: Tensor, peak: float, wanted: float, part: float, k: int) -> 
     bins = (gap * (_BINS / reach)).clamp_(max=_BINS).to(torch.int64)
     through = torch.bincount(bins, gap.neg_().exp_(), _BINS + 1).cumsum(0)
     counts = torch.bincount(bins, minlength=_BINS + 1).cumsum(0)
-    middle = int(counts[int(torch.searchsorted(through, wanted))])
+    middle = int(counts[min(_BINS, int(torch.searchsorted(through, wanted)))])  # rounding may leave it short of all
     first = int(torch.searchsorted(counts, max(0, middle - k // 2), right=True))
     before = int(counts[first - 1]) if first else 0
     last = int(torch.searchsorted(counts, before + k))
