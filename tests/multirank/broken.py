@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from vocab_parallel import tying
 from vocab_parallel.decode.search import frontier
 from vocab_parallel.loss import gradients, linear, rows, targets
 from vocab_parallel.loss.objective import CrossEntropy
-from vocab_parallel.select import filters, masses, nucleus, order, scores
+from vocab_parallel.select import crossing, filters, held, keys, masses, nucleus, order, scores
 from vocab_parallel.select.streams import Streams
 from vocab_parallel.tie_loading import Tie
 from vocab_parallel.vocabulary import VocabMap
@@ -131,14 +132,19 @@ def no_reduction() -> AbstractContextManager[None]:
 def local_top_p() -> AbstractContextManager[None]:
     """Each rank sorts its own columns and keeps p of its own mass."""
 
-    def local(given, p):
+    def local(given, p, *, masked=False):
         given = scores.with_largest(given)
         values, at = given.values.sort(dim=1, descending=True, stable=True)
         mass = values.double().softmax(1).nan_to_num()
         kept = torch.zeros_like(values, dtype=torch.bool).scatter(1, at, mass.cumsum(1) - mass < p[:, None])
-        return given, masses.measure(given), kept & (given.values > -torch.inf), None
+        mask = kept & (given.values > -torch.inf)
+        return crossing.Crossing(given, mask, masses=masses.measure(given))
 
-    return replaced((filters, "nucleus", local), (nucleus, "nucleus", local))
+    return replaced((filters, "crossing", local), (nucleus, "crossing", local))
+
+
+# Modules that functions of the same name hide.
+_BY_IDS = [f"vocab_parallel.select.{name}" for name in ("greedy", "top_k")]
 
 
 def float_ids(dtype: torch.dtype) -> AbstractContextManager[None]:
@@ -149,37 +155,39 @@ def float_ids(dtype: torch.dtype) -> AbstractContextManager[None]:
         values, ids = unpack(keys)
         return values, ids.to(dtype).to(torch.int64)
 
-    return replaced((order, "unpack", floating))
+    def listed(words):
+        return torch.tensor(ids_of(words)).to(dtype).to(torch.int64).tolist()
+
+    ids_of = keys.ids_of
+    of_few = [(module, "ids_of", listed) for module in (held, scores, *(sys.modules[name] for name in _BY_IDS))]
+    return replaced((order, "unpack", floating), *of_few)
+
+
+def other_numbers(change: Callable[[Streams], Streams]) -> AbstractContextManager[None]:
+    """Streams give the numbers of others, on the host as well."""
+    bits, lists = Streams.bits, Streams.lists
+
+    def of_others(self):
+        return bits(self if len(self) <= order.FEW_ROWS else change(self))  # of few rows they come from the lists
+
+    return replaced((Streams, "bits", of_others), (Streams, "lists", lambda self: lists(change(self))))
 
 
 def one_stream() -> AbstractContextManager[None]:
     """All rows of a batch take the first row's number."""
-    bits = Streams.bits
-
-    def shared(self):
-        return bits(self.rows(torch.zeros(len(self), dtype=torch.int64)))
-
-    return replaced((Streams, "bits", shared))
+    return other_numbers(lambda streams: streams.rows(torch.zeros(len(streams), dtype=torch.int64)))
 
 
 def no_request() -> AbstractContextManager[None]:
     """The request is left out of what a number depends on."""
-    bits = Streams.bits
-
-    def shared(self):
-        return bits(dataclasses.replace(self, requests=torch.zeros_like(self.requests)))
-
-    return replaced((Streams, "bits", shared))
+    return other_numbers(lambda streams: dataclasses.replace(streams, requests=torch.zeros_like(streams.requests)))
 
 
 def batch_draws() -> AbstractContextManager[None]:
     """A number depends on the row's place in the batch."""
-    bits = Streams.bits
-
-    def placed(self):
-        return bits(dataclasses.replace(self, requests=self.requests + torch.arange(len(self))))
-
-    return replaced((Streams, "bits", placed))
+    return other_numbers(
+        lambda streams: dataclasses.replace(streams, requests=streams.requests + torch.arange(len(streams)))
+    )
 
 
 def no_reordering() -> AbstractContextManager[None]:

@@ -57,7 +57,7 @@ def crossing(scores: Scores, p: Tensor, *, masked: bool = False) -> Crossing:
     """
     p = p.to(scores.values.device)
     size = scores.channel.size
-    if size == 1 or scores.channel.group.defers(p.device):
+    if size == 1 or p.device.type != "cpu" or scores.channel.group.defers(p.device):
         scores = with_masses(with_largest(scores))
         masses = measure(scores)
         inside = smallest_prefix(scores, scores.values, masses, reach(masses.total, p), by_value=True)

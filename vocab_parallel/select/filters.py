@@ -87,7 +87,7 @@ def keep_top_p(
         All-gathers of 536 bytes a row, or 1,048 where a rank has n = 4,096 columns or more: a run of its columns (see
         `crossing`). For the rows that this does not settle, with so many columns, one of n / 2 + 8 bytes, at most
         8,200; and for those that are left one of 8 and those of `smallest_prefix`. float64 columns count twice. Where
-        errors are deferred: the peak's, the 8 and the last, for all rows.
+        errors are deferred, and on CUDA: the peak's, the 8 and the last, for all rows.
 
     Source: Holtzman et al., The curious case of neural text degeneration (2020), equation 2.
     """

@@ -118,7 +118,7 @@ def sample(
 
 def _token_ids(scores: Scores, values: dict[str, list[Any]], streams: Streams, numbers: list[int]) -> Tensor:
     """int64 `[T]`, at the streams' next numbers; in Python's numbers where the host may and they are few."""
-    keys, drawn = None, None
+    drawn = None
     for name, one in values.items():
         if name == "top_k" and _cuts_to_few(scores, one):
             keys = best_words(scores, max(one))
