@@ -164,6 +164,8 @@ def _composed(rank):
     assert torch.equal(in_two, together.token_ids.view(5, 6))
     assert sample(mine[0], shard=shard, streams=Streams.of([7]), temperature=0).token_ids.shape == ()
     none = torch.arange(0)
+    for filters in ({}, {"top_p": 0.9}, {"top_k": 5}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}):
+        assert sample(mine[none], shard=shard, streams=streams.rows(none), **filters).token_ids.shape == (0,)
     assert draw(none, streams.rows(none)).token_ids.shape == top_p(mine[none], 0.9, shard=shard).size.shape == (0,)
     return together.token_ids, moved, torch.cat(alone), later, replayed
 

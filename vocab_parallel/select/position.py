@@ -55,9 +55,11 @@ def tokens(scores: Scores, draws: list[int]) -> list[int]:
     else:
         assert scores.largest is not None
         peaks, sums = scores.largest.tolist(), scores.sums
+    if not draws:
+        return []
     places = [place_of(draw, of_ranks, columns) for draw, of_ranks in zip(draws, sums, strict=True)]
     mine = [_word(scores, part, row, place, peaks[row]) for row, place in enumerate(places)]
-    first = places[0].owner if places else None
+    first = places[0].owner
     if first is not None and all(place.owner == first for place in places):
         every = [channel.tell(mine, first)] * channel.size
     else:
