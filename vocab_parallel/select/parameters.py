@@ -16,14 +16,12 @@ def row_values(
     rows: int,
     name: str,
     *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    low_open: bool = False,
     integer: bool = False,
     device: torch.device | str = "cpu",
+    **limits: Any,
 ) -> Tensor:
     """`row_list` as a tensor `[T]`, int64 if `integer`, else float64."""
-    words = row_list(given, rows, name, low=low, high=high, low_open=low_open, integer=integer)
+    words = row_list(given, rows, name, integer=integer, **limits)
     return torch.tensor(words, dtype=torch.int64 if integer else torch.float64, device=device)
 
 
