@@ -22,6 +22,7 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 
 _KNOWN = (torch.uint8, torch.int64)  # to every backend, and what calls send most; others go as bytes
 
+_KEPT_BUFFERS = 64  # of `all_gather_words`
 _AT_ONCE = Step("all_gather_at_once", (), torch.int64, torch.device("cpu"))
 
 _P = ParamSpec("_P")
@@ -116,6 +117,8 @@ def all_gather_words(group: RankGroup, words: list[int]) -> list[list[int]]:
     """`all_gather_at_once` of n of Python's integers, on a CPU, to the end: `[tp][n]` in rank order."""
     n, size = len(words), group.size
     if n not in group.buffers:  # a tensor more costs more than all of the host's work here
+        if len(group.buffers) == _KEPT_BUFFERS:
+            group.buffers.clear()
         group.buffers[n] = _Buffers.of(n, size)
     sent, mine, received, every = group.buffers[n]
     struct.pack_into(f"={n * size}q", sent, 0, *words * size)

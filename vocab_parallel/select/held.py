@@ -63,9 +63,8 @@ def nucleus_of(scores: Scores, p: list[float]) -> Scores | None:
     slack, rows = rounding(scores.vocab_size), scores.values.tolist()
     for values, part in zip(rows, p, strict=True):
         if part < 1.0:
-            order = sorted(
-                range(len(values)), key=values.__getitem__, reverse=True
-            )  # ids ascend, and equal ones stay so
+            # ids ascend, and those of equal values stay so
+            order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
             peak = values[order[0]]
             through = list(accumulate([math.exp(values[at] - peak) for at in order]))
             last = _reached(through, part, slack)

@@ -181,13 +181,8 @@ def fixed_exp(difference: Tensor, bits: int, dtype: torch.dtype = torch.float64)
     return _scaled_exp(difference.clone(), bits, dtype).add_(_MAGIC).sub_(_MAGIC)
 
 
-def steady_exp(difference: Tensor) -> Tensor:
-    """float64 `exp` of differences of at most 0, in exact steps: the same bits for a number on every machine."""
-    return _scaled_exp(difference.clone(), 0, torch.float64)
-
-
 def exp(x: float) -> float:
-    """`steady_exp` of one number."""
+    """`exp(x)` of an x of at most 0, in exact steps as `fixed_exp`'s: the same bits on every machine."""
     coefficients = _EXP2[torch.float64]
     x = max(x, -_REACH) * (1.0 / math.log(2.0))
     rounded = (x + _MAGIC) - _MAGIC

@@ -43,8 +43,9 @@ def tokens(scores: Scores, draws: list[int]) -> list[int]:
     Raises:
         NonFiniteError: On every rank: a row without a finite value, or with +inf or NaN.
     """
-    channel, part, columns = scores.channel, Part.of(scores.values), scores.vocab_size
+    channel, part, columns = scores.channel, None, scores.vocab_size
     if scores.sums is None:
+        part = Part.of(scores.values)
         gathered = channel.gather_words(part.words())
         each = list(zip(*(values_of(words) for words in gathered), strict=True))  # of each row, the ranks' peaks
         peaks = [max(of_ranks) for of_ranks in each]
@@ -58,6 +59,8 @@ def tokens(scores: Scores, draws: list[int]) -> list[int]:
     if not draws:
         return []
     places = [place_of(draw, of_ranks, columns) for draw, of_ranks in zip(draws, sums, strict=True)]
+    if part is None and any(place.owner == channel.rank for place in places):
+        part = Part.of(scores.values)
     mine = [_word(scores, part, row, place, peaks[row]) for row, place in enumerate(places)]
     first = places[0].owner
     if first is not None and all(place.owner == first for place in places):
@@ -161,12 +164,13 @@ class Part(NamedTuple):
         return block * BLOCK + column if column < len(through) and through[column] > high else None
 
 
-def _word(scores: Scores, part: Part, row: int, place: Place, peak: float) -> int:
+def _word(scores: Scores, part: Part | None, row: int, place: Place, peak: float) -> int:
     """What this rank says of a row: its token if that falls here; its exact mass if nobody knows where it falls."""
     if place.owner is None:
         return int(_exact(scores, row, peak).total)
     if place.owner != scores.channel.rank:
         return 0
+    assert part is not None
     column = part.column(row, place, peak, scores.vocab_size)
     return _UNDECIDED if column is None else _first_id(scores) + column
 
